@@ -86,8 +86,10 @@ def vectors(path: str) -> dict:
     return json.loads((ROOT / path).read_text())
 
 
+MEANINGS = vectors("crates/client/vectors/meanings.json")
+
+
 def contract() -> dict:
-    meanings = vectors("crates/client/vectors/meanings.json")
     return {
         "notice": NOTICE,
         "postgres_version": 1,
@@ -95,24 +97,120 @@ def contract() -> dict:
         "profiles": {name: profile(name) for name in PROFILES},
         "header_fields": header_fields(),
         "conditions": vectors("crates/http/vectors/conditions.json")["cases"],
-        "signals": meanings["signals"],
-        "problem_statuses": meanings["problem_statuses"],
+        "signals": MEANINGS["signals"],
+        "problem_statuses": MEANINGS["problem_statuses"],
         "redis": redis_scripts(),
     }
+
+
+def mark(text: str) -> str:
+    """The function `mark` of sdk/browser/src/hash.ts, for ASCII."""
+    found, digits = 1, ""
+    for letter in text.encode("ascii"):
+        found = (found ^ letter ^ found >> 15) * 0x85EBCA6B & 0xFFFFFFFF
+    while found:
+        found, digit = divmod(found, 36)
+        digits = "0123456789abcdefghijklmnopqrstuvwxyz"[digit] + digits
+    return digits
+
+
+def signals(library: str) -> str:
+    """The signals and the statuses of problems in the form that verdict.ts reads.
+
+    Browsers download them. They get a hash of 32 bits instead of each text, which is a third of the size.
+    """
+    rows: dict[str, list[str]] = {}
+    for rule in MEANINGS["signals"]:
+        signal, at = rule["signal"], rule["at"]
+        match at:
+            case {"header": name, "value": value}:
+                text = f"h{name}={value}"
+            case {"header": name, "unless_status": 409}:
+                text = f"h{name}"
+            case {"member": path, "value": value}:
+                text = f"m.{path}={value}"
+            case {"name": name}:
+                text = f"n{name}"
+            case {"problem": problem}:
+                text = f"{'q' if signal == 'NotExecuted' else 'p'}{problem}"
+            case _:
+                sys.exit(f"verdict.ts of Node does not know rules such as {at}")
+        if signal in rows and signal != list(rows)[-1]:
+            sys.exit(f"the rules of {signal} are not together, and verdict.ts of Node takes the first signal that applies")
+        rows.setdefault(signal, []).append(text)
+    if next(iter(rows)) != "Replayed":
+        sys.exit("verdict.ts of Node takes the first row of the signals for the one of replays")
+    texts = [text for found in rows.values() for text in found]
+    if len({mark(text) for text in texts}) != len(set(texts)):
+        sys.exit("two signals have the same hash")
+    if library == "browser":
+        function = "export { mark } from './hash.js';"
+        row = lambda number, signal, found: f"  // {signal}:\n" + "".join(f"  //   {text}\n" for text in found) + f"  '{' '.join([str(number), *map(mark, found)])}',\n"
+        after = ".map((row) => row.split(' '))"
+    else:
+        function = "export const mark = (text: string): string => text;"
+        row = lambda _, signal, found: f"  [\n    '{signal}',\n" + "".join(f"    {json.dumps(text, ensure_ascii=False)},\n" for text in found) + "  ],\n"
+        after = ""
+    listed = "".join(row(number, signal, found) for number, (signal, found) in enumerate(rows.items()))
+    statuses = "".join(f"  {json.dumps([row['problem'], *row['http'], *row['grpc']])},\n" for row in MEANINGS["problem_statuses"])
+    return f"""// {NOTICE}
+{function}
+
+/**
+ * Signals, each with the marks of its rules; the first that applies counts. `h`: a header field with this value, whatever its case, or with
+ * any value unless the status is 409. `m`: a member of the body with this value, by its path. `n`: a name of the error. `p`: a problem. `q`: a
+ * problem that counts only with the URN of Oncegate, or next to `retry: same-key`.
+ */
+export const SIGNALS: readonly string[][] = [
+{listed}]{after};
+/** The statuses of HTTP and of gRPC that a refusal has after which nothing was executed. */
+export const PROBLEM_STATUSES: readonly (readonly [problem: string, ...statuses: number[]])[] = [
+{statuses}];
+"""
 
 
 def outputs() -> dict[Path, str]:
     data = contract()
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-    files = {}
+    # Node has the signals in a file of their own.
+    own = json.dumps({key: data[key] for key in data if key not in ("signals", "problem_statuses")}, indent=1, ensure_ascii=False)
+    # The meaning of a response is one file in TypeScript, which the library for browsers has as a copy.
+    verdict = (ROOT / "sdk/node/src/verdict.ts").read_text()
+    # A browser always sends a key, and takes server errors for `again`: its copy has nothing else.
+    for general, keyed in (
+        ("{ protection, serverErrors, inDoubt }: AttemptContext, status", "inDoubt: boolean, status"),
+        ("  const keyed = protection === 'keyed';\n", ""),
+        ("  const isDoubtful = inDoubt && protection !== 'safe';\n", ""),
+        ("isDoubtful && keyed", "inDoubt"),
+        ("isDoubtful", "inDoubt"),
+        ("keyed && ", ""),
+        ("if (keyed) {", "{"),
+        ("protection === 'safe' ? 'done' : 'unknown'", "'unknown'"),
+        ("serverErrors === 'final' ? 'failed' : 'unknown'", "'unknown'"),
+        ("  if (serverErrors === 'final') return 'failed';\n", ""),
+        ("  if (code >= 502 && code <= 504) return again;\n", ""),
+        ("protection === 'once' || serverErrors === 'unknown' ? 'unknown' : again", "again"),
+    ):
+        if general not in verdict:
+            sys.exit(f"verdict.ts of Node has no {general!r}, which is left out for browsers")
+        verdict = verdict.replace(general, keyed)
+    # Signals are numbers there.
+    for number, signal in enumerate(dict.fromkeys(rule["signal"] for rule in MEANINGS["signals"])):
+        verdict = verdict.replace(f"'{signal}'", f"'{number}' /* {signal} */")
+    unused = between(verdict, "/** How a request that", "export type Meaning")
+    verdict = verdict.replace(unused, "")
+    files = {
+        ROOT / "sdk/node/src/signals.ts": signals("node"),
+        ROOT / "sdk/browser/src/signals.ts": signals("browser"),
+        ROOT / "sdk/browser/src/verdict.ts": f"// {NOTICE} It is a copy of sdk/node/src/verdict.ts.\n{verdict}",
+    }
     for library, path, shape in (
         ("python", "src/oncegate/contract.json", "{}"),
         ("go", "contract.json", "{}"),
         ("node", "src/contract.ts", f"// {NOTICE}\nexport const contract = {{}} as const;\n"),
     ):
         if (ROOT / "sdk" / library).is_dir():
-            body = text if shape == "{}" else shape.replace("{}", text.rstrip("\n"), 1)
-            files[ROOT / "sdk" / library / path] = body
+            files[ROOT / "sdk" / library / path] = text if shape == "{}" else shape.replace("{}", own, 1)
     return files
 
 

@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"sort"
 	"strings"
+	"sync"
 )
 
 // callerScope tells callers apart, so that one caller's key never meets another's record.
@@ -82,6 +83,20 @@ func (s callerScope) allowsAnonymous() bool {
 		}
 	}
 	return true
+}
+
+// credentials names the parts of the scope whose values change while the caller stays the same: Authorization and cookies.
+func (s callerScope) credentials() string {
+	var names []string
+	for _, part := range s.parts {
+		switch {
+		case part.name == "Authorization":
+			names = append(names, part.name)
+		case part.source == "cookie":
+			names = append(names, "the cookie "+part.name)
+		}
+	}
+	return strings.Join(names, " and ")
 }
 
 // of returns the caller of a request. authority is the host if hosts have keys of their own.
@@ -227,26 +242,29 @@ func doubtOf(r *http.Request, keyHeaders []string, isAuthorized bool) *refusal {
 	}
 	// A site behind one shared password: its browsers send the same Basic for all users, and a cookie for each.
 	isSharedPassword := len(authorization) >= 6 && asciiLower(authorization[:6]) == "basic "
-	names := make([]string, 0, len(r.Header))
-	for name := range r.Header {
-		names = append(names, name)
-	}
-	sort.Strings(names)
-	for _, own := range names {
-		name := asciiLower(own)
-		if !isCredential(name) || !hasValue(r.Header[own]) || isKeyHeader(keyHeaders, own) {
+	// The first one by its name, so that the refusal is the same each time.
+	doubtful := ""
+	for own, values := range r.Header {
+		if doubtful != "" && own > doubtful {
 			continue
 		}
-		if isAuthorized {
-			if strings.Contains(name, "signature") || strings.Contains(name, "dpop") || strings.Contains(name, "hmac") ||
-				(name == "cookie" || name == "mcp-session-id") && !isSharedPassword {
-				continue
-			}
-			return notSet("the header field " + name + " in addition to Authorization")
+		name := lowerName(own)
+		if !isCredential(name) || !hasValue(values) || isKeyHeader(keyHeaders, own) {
+			continue
 		}
-		return notSet("the header field " + name + " and no Authorization")
+		if isAuthorized && (strings.Contains(name, "signature") || strings.Contains(name, "dpop") || strings.Contains(name, "hmac") ||
+			(name == "cookie" || name == "mcp-session-id") && !isSharedPassword) {
+			continue
+		}
+		doubtful = own
 	}
-	return nil
+	switch {
+	case doubtful == "":
+		return nil
+	case isAuthorized:
+		return notSet("the header field " + asciiLower(doubtful) + " in addition to Authorization")
+	}
+	return notSet("the header field " + asciiLower(doubtful) + " and no Authorization")
 }
 
 func isKeyHeader(keyHeaders []string, name string) bool {
@@ -282,6 +300,42 @@ func isCredential(name string) bool {
 	if usualFields[name] {
 		return false
 	}
+	return credentialNames.of(name, readsAsCredential)
+}
+
+// credentialNames has the names of fields that requests had, and whether they are credentials.
+var credentialNames nameCache
+
+// nameCache remembers a property of names.
+type nameCache struct {
+	mu    sync.RWMutex
+	known map[string]bool
+}
+
+// maxCachedNames bounds a cache: clients choose the names.
+const maxCachedNames = 1000
+
+func (c *nameCache) of(name string, read func(string) bool) bool {
+	c.mu.RLock()
+	has, isKnown := c.known[name]
+	c.mu.RUnlock()
+	if isKnown {
+		return has
+	}
+	has = read(name)
+	if len(name) > 64 {
+		return has
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.known == nil || len(c.known) >= maxCachedNames {
+		c.known = map[string]bool{}
+	}
+	c.known[strings.Clone(name)] = has
+	return has
+}
+
+func readsAsCredential(name string) bool {
 	name = hyphenated(name)
 	if listedCredentials[name] {
 		return true

@@ -7,8 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	mathrand "math/rand"
 	"net/http"
+	"regexp"
 	"strconv"
 	"strings"
 	"sync"
@@ -16,7 +16,8 @@ import (
 )
 
 // Client sends a request under one key until the response is definite. The other side needs no Oncegate: any API that takes a key will do.
-// The zero value has the defaults. It is safe for concurrent use.
+// The zero value has the defaults. It is safe for concurrent use. Check reports a wrong setting at the start of a program; without it, the
+// first request is refused.
 //
 //	outcome, err := client.Do(request)   // request.Header has the key, or gets a new one
 //
@@ -126,6 +127,12 @@ func (e *SendError) Error() string {
 // Unwrap returns the last error.
 func (e *SendError) Unwrap() error { return e.Err }
 
+// Timeout reports if a time-out was the reason: that of the context, of an attempt or of the client. http.Client shows it, as for other transports.
+func (e *SendError) Timeout() bool {
+	var timed interface{ Timeout() bool }
+	return e.Kind == DeadlineReached || errors.As(e.Err, &timed) && timed.Timeout()
+}
+
 // RetryBudget bounds the retries of all requests that share it, so that retries do not make an outage worse. The zero value is full: 500
 // tokens. A retry takes 5, after a time-out 10; waiting for a request in progress takes none. A response gives the tokens of the last retry
 // back, or one token if there was no retry.
@@ -182,15 +189,129 @@ func isSafeMethod(method string) bool {
 	return false
 }
 
+// Check reports the first setting that is wrong.
+func (c *Client) Check() error {
+	if c.KeyHeader != "" && !isToken(c.KeyHeader) {
+		return fmt.Errorf("oncegate: KeyHeader is %q, which is not the name of a header field", c.KeyHeader)
+	}
+	switch c.ServerErrors {
+	case "", "again", "final", "unknown":
+	default:
+		return fmt.Errorf("oncegate: ServerErrors is %q; use again, final or unknown", c.ServerErrors)
+	}
+	if c.MaxAttempts < 0 || c.MaxAttempts > maxClientAttempts {
+		return fmt.Errorf("oncegate: MaxAttempts is %d; it may be from 1 to %d, or 0 for the default", c.MaxAttempts, maxClientAttempts)
+	}
+	if c.MaxResponseBytes < 0 || c.MaxResponseBytes > 1<<53 {
+		return fmt.Errorf("oncegate: MaxResponseBytes is %d; it may be from 1 to %d, or 0 for the default", c.MaxResponseBytes, int64(1<<53))
+	}
+	for _, own := range []struct {
+		name  string
+		value time.Duration
+	}{{"Backoff", c.Backoff}, {"MaxBackoff", c.MaxBackoff}, {"AttemptTimeout", c.AttemptTimeout}, {"Deadline", c.Deadline}, {"MaxRetryAfter", c.MaxRetryAfter}} {
+		if own.value < 0 || own.value > maxClientWait {
+			return fmt.Errorf("oncegate: %s is %s; it may be up to %s, or 0 for the default", own.name, own.value, maxClientWait)
+		}
+	}
+	return nil
+}
+
+const (
+	maxClientAttempts = 1000
+	maxClientWait     = 24 * time.Hour
+)
+
+// missingKeys are what a value that is missing turns into as a text. It would be one key for all intents.
+var missingKeys = setOf("undefined", "null", "nil", "<nil>", "none", "nan", "[object object]")
+
+// quotedKey is a string of RFC 9651, between its quotes.
+var quotedKey = regexp.MustCompile(`^"((?:[ !#-\[\]-~]|\\["\\])*)"$`)
+
+// checkClientKey reports why a value of the header field is not a valid key. The text does not repeat it.
+func checkClientKey(field string) error {
+	key, isQuoted := field, false
+	if found := quotedKey.FindStringSubmatch(field); found != nil {
+		key, isQuoted = escapedInKey.ReplaceAllString(found[1], "$1"), true
+	}
+	if strings.Trim(key, " ") == "" {
+		return errors.New("the key is empty; give 1 to 255 characters, such as a UUID")
+	}
+	if missingKeys[asciiLower(key)] {
+		return fmt.Errorf("the key is the text %q, as of a missing value; give the key of the intent", key)
+	}
+	for i := 0; !isQuoted && i < len(field); i++ {
+		if field[i] <= ' ' || field[i] > '~' || field[i] == '"' || field[i] == ',' {
+			return errors.New("the key has a character that is not allowed; give visible ASCII characters without quote and comma, or put the key in quotes")
+		}
+	}
+	if len(key) > maxKeyBytes {
+		return fmt.Errorf("the key has %d characters; at most %d are allowed", len(key), maxKeyBytes)
+	}
+	return nil
+}
+
+var escapedInKey = regexp.MustCompile(`\\(.)`)
+
+// keyLines removes the field of the key, in whatever case its name is, and returns its lines.
+func keyLines(header http.Header, name string) (values []string) {
+	for own := range header {
+		if strings.EqualFold(own, name) {
+			values = append(values, header[own]...)
+			delete(header, own)
+		}
+	}
+	return values
+}
+
+// hasKey reports if a request has a field of the key, also an empty one.
+func hasKey(header http.Header, name string) bool {
+	for own, values := range header {
+		if len(values) > 0 && strings.EqualFold(own, name) {
+			return true
+		}
+	}
+	return false
+}
+
+// checkSendable reports why net/http would send nothing of the request: that is no reason to send it again.
+func (c *Client) checkSendable(request *http.Request) error {
+	if request.URL == nil || request.URL.Host == "" {
+		return errors.New("the request has no address")
+	}
+	_, isOwn := c.Transport.(*http.Transport)
+	if (c.Transport == nil || isOwn) && request.URL.Scheme != "http" && request.URL.Scheme != "https" {
+		return errors.New("the URL does not begin with http:// or https://")
+	}
+	if request.Method != "" && !isToken(request.Method) {
+		return errors.New("the method is invalid")
+	}
+	for name, values := range request.Header {
+		if !isToken(name) {
+			return errors.New("the name of a header field is invalid")
+		}
+		for _, value := range values {
+			for i := 0; i < len(value); i++ {
+				if value[i] < ' ' && value[i] != '\t' || value[i] == 0x7f {
+					return fmt.Errorf("the header field %s has a control character", name)
+				}
+			}
+		}
+	}
+	return nil
+}
+
 // Do sends the request until the response is definite. A request that may have an effect and has no key gets a new one: keep it, or set one
 // yourself (DerivedKey), to send the same intent again later. A definite response is no error, whatever its status.
 func (c *Client) Do(request *http.Request) (*Outcome, error) {
 	sending := &sending{Client: c, name: http.CanonicalHeaderKey(firstText(c.KeyHeader, "Idempotency-Key"))}
 	fail := func(err error) (*Outcome, error) {
+		if request.Body != nil {
+			request.Body.Close()
+		}
 		return nil, &SendError{Kind: Unsendable, Err: err, Key: sending.key}
 	}
-	if request.URL == nil || request.URL.Host == "" {
-		return fail(errors.New("the request has no address"))
+	if err := c.Check(); err != nil {
+		return fail(err)
 	}
 	header := request.Header.Clone()
 	if header == nil {
@@ -199,26 +320,32 @@ func (c *Client) Do(request *http.Request) (*Outcome, error) {
 	switch method := request.Method; {
 	case isSafeMethod(method):
 		sending.protection = safeRequest
-		header.Del(sending.name)
+		keyLines(header, sending.name)
 	case c.WithoutKeys && (method == "PUT" || method == "DELETE"):
 		sending.protection = repeatableRequest
 	case c.WithoutKeys:
 		sending.protection = onceRequest
 	default:
 		sending.protection = keyedRequest
-		if len(header.Values(sending.name)) > 1 {
-			return fail(errSeveralKeys)
-		}
-		if sending.key = header.Get(sending.name); sending.key == "" {
+		switch values := keyLines(header, sending.name); {
+		case len(values) > 1:
+			return fail(errors.New("the request has more than one key; give one key"))
+		case len(values) == 1:
+			key := strings.Trim(values[0], " \t")
+			if err := checkClientKey(key); err != nil {
+				return fail(err)
+			}
+			sending.key = key
+		default:
 			sending.key = NewKey()
 			if c.Quoted {
 				sending.key = `"` + sending.key + `"`
 			}
-			header.Set(sending.name, sending.key)
 		}
-		if len(sending.key) > maxKeyBytes+2 {
-			return fail(fmt.Errorf("the key has %d bytes; at most %d are allowed", len(sending.key), maxKeyBytes))
-		}
+		header.Set(sending.name, sending.key)
+	}
+	if err := c.checkSendable(request); err != nil {
+		return fail(err)
 	}
 	var body []byte
 	if request.Body != nil && request.Body != http.NoBody {
@@ -226,13 +353,16 @@ func (c *Client) Do(request *http.Request) (*Outcome, error) {
 		const max = 64 << 20
 		var err error
 		body, err = io.ReadAll(io.LimitReader(request.Body, max+1))
-		request.Body.Close()
 		if err != nil {
 			return fail(fmt.Errorf("the body cannot be read: %w", err))
 		}
 		if len(body) > max {
 			return fail(fmt.Errorf("the body is larger than %d bytes, so it cannot be sent again", max))
 		}
+		if request.ContentLength > 0 && int64(len(body)) != request.ContentLength {
+			return fail(fmt.Errorf("the body has %d bytes, and not %d as ContentLength says", len(body), request.ContentLength))
+		}
+		request.Body.Close()
 	}
 	sending.request, sending.header, sending.body = request, header, body
 	return sending.run()
@@ -266,9 +396,10 @@ func (s *sending) budget() *RetryBudget {
 }
 
 func (s *sending) run() (*Outcome, error) {
-	deadline := time.Now().Add(orDuration(s.Deadline, 2*time.Minute))
+	begun, limit := readClocks(), orDuration(s.Deadline, 2*time.Minute)
+	deadline := time.Now().Add(limit)
 	max := s.MaxAttempts
-	if max <= 0 {
+	if max == 0 {
 		max = 6
 	}
 	for {
@@ -314,7 +445,7 @@ func (s *sending) run() (*Outcome, error) {
 				}
 			}
 		}
-		if time.Now().Add(pause).After(deadline) {
+		if begun.age()+pause > limit {
 			return nil, s.error(DeadlineReached)
 		}
 		tokens := retryTokens
@@ -335,6 +466,10 @@ func (s *sending) run() (*Outcome, error) {
 			timer.Stop()
 			s.lastErr = s.request.Context().Err()
 			return nil, s.error(Interrupted)
+		}
+		// The pause is longer if the machine was suspended, and the service may have forgotten the key meanwhile.
+		if begun.age() > limit {
+			return nil, s.error(DeadlineReached)
 		}
 	}
 }
@@ -364,7 +499,10 @@ func (s *sending) pause() time.Duration {
 	if most > max {
 		most = max
 	}
-	return time.Duration(mathrand.Int63n(int64(most) + 1))
+	if most < 0 {
+		most = 0
+	}
+	return jitter(most + 1)
 }
 
 // attempt sends the request once, and reads the whole response.
@@ -387,6 +525,11 @@ func (s *sending) attempt(deadline time.Time) (isTimeout bool, _ meaning) {
 	}
 	response, err := transport.RoundTrip(request)
 	s.last, s.lastErr = nil, nil
+	if err == nil && response.Request != nil && response.Request.Response != nil && s.protection != safeRequest {
+		response.Body.Close()
+		s.lastErr = errors.New("the Transport followed a redirect, so this is not the response to the request; set CheckRedirect to http.ErrUseLastResponse")
+		return false, meansUnknown
+	}
 	var body []byte
 	if err == nil {
 		max := s.MaxResponseBytes
@@ -454,8 +597,8 @@ func (t *Transport) RoundTrip(request *http.Request) (*http.Response, error) {
 	if client == nil {
 		client = &defaultClient
 	}
-	hasKey := request.Header.Get(firstText(client.KeyHeader, "Idempotency-Key")) != ""
-	if isSafeMethod(request.Method) || !hasKey && !(t.NewKeys && (request.Method == "POST" || request.Method == "PATCH")) {
+	isKeyed := hasKey(request.Header, firstText(client.KeyHeader, "Idempotency-Key"))
+	if isSafeMethod(request.Method) || !isKeyed && !(t.NewKeys && (request.Method == "POST" || request.Method == "PATCH")) {
 		if client.Transport != nil {
 			return client.Transport.RoundTrip(request)
 		}

@@ -163,3 +163,161 @@ func TestRetryAfter(t *testing.T) {
 		t.Error(got)
 	}
 }
+
+// closer notes if a body was closed.
+type closer struct {
+	io.Reader
+	closed bool
+}
+
+func (c *closer) Close() error {
+	c.closed = true
+	return nil
+}
+
+func TestClientSendsNothingWithoutAValidKey(t *testing.T) {
+	const empty = "the key is empty; give 1 to 255 characters, such as a UUID"
+	const character = "the key has a character that is not allowed; give visible ASCII characters without quote and comma, or put the key in quotes"
+	url, keys := script(t, status(201))
+	for _, c := range []struct {
+		values []string
+		text   string
+	}{
+		{[]string{""}, empty}, {[]string{" \t "}, empty}, {[]string{`""`}, empty}, {[]string{`"  "`}, empty},
+		{[]string{"a\r\nb"}, character}, {[]string{"a b"}, character}, {[]string{"a, b"}, character}, {[]string{"\u00e9"}, character}, {[]string{`"a`}, character}, {[]string{`"a";p`}, character},
+		{[]string{strings.Repeat("x", 256)}, "the key has 256 characters; at most 255 are allowed"},
+		{[]string{"null"}, `the key is the text "null", as of a missing value; give the key of the intent`}, {[]string{`"None"`}, `the key is the text "None", as of a missing value; give the key of the intent`}, {[]string{"<nil>"}, `the key is the text "<nil>", as of a missing value; give the key of the intent`}, {[]string{"NaN"}, `the key is the text "NaN", as of a missing value; give the key of the intent`},
+		{[]string{"a", "b"}, "the request has more than one key; give one key"},
+	} {
+		for _, name := range []string{"Idempotency-Key", "idempotency-key"} {
+			body := &closer{Reader: strings.NewReader("x")}
+			request, _ := http.NewRequest("POST", url, body)
+			request.Header[name] = c.values
+			_, err := (&Transport{Client: quickClient(), NewKeys: true}).RoundTrip(request)
+			var own *SendError
+			if !errors.As(err, &own) || own.Kind != Unsendable || own.MayHaveTakenEffect || own.Attempts != 0 || own.Err.Error() != c.text {
+				t.Errorf("%q: %v", c.values, err)
+			}
+			if !body.closed {
+				t.Errorf("%q: the body stays open", c.values)
+			}
+		}
+	}
+	if len(keys()) != 0 {
+		t.Errorf("sent: %q", keys())
+	}
+	for _, key := range []string{"k", strings.Repeat("x", 255), `"a, b"`, `"a\"b"`, `"` + strings.Repeat("x", 255) + `"`} {
+		for _, name := range []string{"Idempotency-Key", "idempotency-key"} {
+			url, keys := script(t, status(503), status(201))
+			request := newPost(url)
+			request.Header[name] = []string{key}
+			outcome, err := quickClient().Do(request)
+			if err != nil || outcome.Key != key || len(keys()) != 2 || keys()[0] != key+" body" || keys()[1] != key+" body" {
+				t.Errorf("%q: %v %v %q", key, outcome, err, keys())
+			}
+		}
+	}
+}
+
+func TestClientDoesNotRetryWhatCannotBeSent(t *testing.T) {
+	url, keys := script(t, status(201))
+	for name, change := range map[string]func(*http.Request){
+		"no address":       func(r *http.Request) { r.URL.Host = "" },
+		"scheme":           func(r *http.Request) { r.URL.Scheme = "htp" },
+		"method":           func(r *http.Request) { r.Method = "PO ST" },
+		"name of a field":  func(r *http.Request) { r.Header["a b"] = []string{"x"} },
+		"value of a field": func(r *http.Request) { r.Header.Set("X-Own", "a\r\nb") },
+		"a cut body":       func(r *http.Request) { r.ContentLength = 10 },
+	} {
+		body := &closer{Reader: strings.NewReader("body")}
+		request, _ := http.NewRequest("POST", url, body)
+		change(request)
+		_, err := quickClient().Do(request)
+		var own *SendError
+		if !errors.As(err, &own) || own.Kind != Unsendable || own.MayHaveTakenEffect || own.Attempts != 0 || !body.closed {
+			t.Errorf("%s: %v, closed: %v", name, err, body.closed)
+		}
+	}
+	if len(keys()) != 0 {
+		t.Errorf("sent: %q", keys())
+	}
+}
+
+func TestClientRefusesWrongSettings(t *testing.T) {
+	url, keys := script(t, status(201))
+	for _, client := range []*Client{
+		{Backoff: -5}, {MaxBackoff: -1}, {AttemptTimeout: -1}, {Deadline: 25 * time.Hour}, {MaxRetryAfter: -1}, {MaxAttempts: -1}, {MaxAttempts: 1001},
+		{MaxResponseBytes: -1}, {ServerErrors: "agian"}, {KeyHeader: "a b"},
+	} {
+		if client.Check() == nil {
+			t.Errorf("accepted: %+v", client)
+		}
+		var own *SendError
+		if _, err := client.Do(newPost(url)); !errors.As(err, &own) || own.Kind != Unsendable || own.Err.Error() != client.Check().Error() {
+			t.Errorf("%+v: %v", client, err)
+		}
+	}
+	if err := (&Client{}).Check(); err != nil || len(keys()) != 0 {
+		t.Error(err, keys())
+	}
+}
+
+type followingTransport struct{ client *http.Client }
+
+func (f followingTransport) RoundTrip(r *http.Request) (*http.Response, error) { return f.client.Do(r) }
+
+func TestClientNoticesATransportThatFollowsRedirects(t *testing.T) {
+	url, _ := script(t, func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == "POST" {
+			w.Header().Set("Location", "/login")
+			w.WriteHeader(302)
+		}
+	})
+	client := quickClient()
+	client.Transport = followingTransport{&http.Client{}}
+	outcome, err := client.Do(newPost(url))
+	var own *SendError
+	if !errors.As(err, &own) || own.Kind != OutcomeIsUnknown || !own.MayHaveTakenEffect || own.Attempts != 1 {
+		t.Fatal(outcome, err)
+	}
+}
+
+// Code that has an http.Client tells time-outs from other failures by net.Error.
+func TestTimeoutsOfTheTransport(t *testing.T) {
+	release := make(chan struct{})
+	slow := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		io.Copy(io.Discard, r.Body)
+		select {
+		case <-release:
+		case <-r.Context().Done():
+		}
+	}))
+	defer slow.Close()
+	defer close(release)
+	isTimeout := func(client *http.Client, ctx context.Context, url string) bool {
+		request, _ := http.NewRequestWithContext(ctx, "POST", url, strings.NewReader("x"))
+		_, err := client.Do(request)
+		var own net.Error
+		if err == nil || !errors.As(err, &own) {
+			t.Fatal(err)
+		}
+		return own.Timeout()
+	}
+	transport := &Transport{NewKeys: true, Client: &Client{Backoff: time.Millisecond, MaxBackoff: time.Millisecond, MaxAttempts: 2}}
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
+	defer cancel()
+	if !isTimeout(&http.Client{Transport: transport}, ctx, slow.URL) {
+		t.Error("the deadline of the request is no time-out")
+	}
+	if !isTimeout(&http.Client{Transport: transport, Timeout: 20 * time.Millisecond}, context.Background(), slow.URL) {
+		t.Error("the time-out of the http.Client is none")
+	}
+	ended, end := context.WithCancel(context.Background())
+	end()
+	if isTimeout(&http.Client{Transport: transport}, ended, slow.URL) {
+		t.Error("a cancelled request is a time-out")
+	}
+	if isTimeout(&http.Client{Transport: transport}, context.Background(), "http://127.0.0.1:1") {
+		t.Error("a refused connection is a time-out")
+	}
+}

@@ -88,21 +88,47 @@ func theContract() *contract {
 	return &loadedContract
 }
 
-// words are the values of the row, of the class of statuses, or of all conditions: "" for those that are not set.
-func (p *profile) words(of string) (words refusalWords) {
-	if of == "" {
-		json.Unmarshal(p.Refusal["kind"], &words.Kind)
-		json.Unmarshal(p.Refusal["code"], &words.Code)
-		json.Unmarshal(p.Refusal["status"], &words.Status)
-		return words
-	}
-	json.Unmarshal(p.Refusal[of], &words)
-	return words
+// refusalShape is the form of the refusals of a profile.
+type refusalShape struct {
+	mediaType, body string
+	// all are the values of all conditions, rows those of one, or of a class of statuses such as 4xx: "" for those that are not set.
+	all  refusalWords
+	rows map[string]refusalWords
 }
 
-func (p *profile) refusalText(name string) (text string) {
-	json.Unmarshal(p.Refusal[name], &text)
-	return text
+func (p *profile) refusalShape() *refusalShape {
+	form := refusalShape{rows: map[string]refusalWords{}}
+	for name, into := range map[string]any{"media-type": &form.mediaType, "body": &form.body, "kind": &form.all.Kind, "code": &form.all.Code,
+		"status": &form.all.Status} {
+		json.Unmarshal(p.Refusal[name], into)
+	}
+	for name, value := range p.Refusal {
+		var row refusalWords
+		if json.Unmarshal(value, &row) == nil {
+			form.rows[name] = row
+		}
+	}
+	return &form
+}
+
+// fill puts values in the places of a text: {name}. Other braces stay.
+func fill(text string, value func(name string) (string, bool)) string {
+	var out strings.Builder
+	for {
+		before, rest, _ := strings.Cut(text, "{")
+		out.WriteString(before)
+		if len(before) == len(text) {
+			return out.String()
+		}
+		name, after, isClosed := strings.Cut(rest, "}")
+		if filled, isKnown := value(name); isClosed && isKnown {
+			out.WriteString(filled)
+			text = after
+		} else {
+			out.WriteByte('{')
+			text = rest
+		}
+	}
 }
 
 // parseDuration reads a number and a unit, as in the sidecar's configuration: 250ms, 30s, 5m, 24h, 7d.

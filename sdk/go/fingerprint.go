@@ -310,7 +310,9 @@ type fingerprintInput struct {
 
 func (rules *fingerprintRules) fingerprint(in fingerprintInput) Fingerprint {
 	media := readMediaType(in.contentType)
-	tag, write := rules.readBody(in, media)
+	canonical := jsonWriters.Get().(*jsonWriter)
+	defer canonical.free()
+	tag, write := rules.readBody(in, media, canonical)
 	h := newPartHash("oncegate-fp-1")
 	h.text(in.method)
 	h.text(in.authority)
@@ -318,14 +320,17 @@ func (rules *fingerprintRules) fingerprint(in fingerprintInput) Fingerprint {
 	h.text(media.name)
 	h.text(tag)
 	h.text(asciiLower(in.coding))
-	headers := append([]formPair(nil), in.headers...)
-	sort.SliceStable(headers, func(i, j int) bool { return headers[i].name < headers[j].name })
+	headers := in.headers
+	if len(headers) > 1 {
+		headers = append([]formPair(nil), headers...)
+		sort.SliceStable(headers, func(i, j int) bool { return headers[i].name < headers[j].name })
+	}
 	writePairs(h, headers)
 	write(h)
 	return fingerprintOf(h.sum())
 }
 
-func writePairs(h partHash, pairs []formPair) {
+func writePairs(h *partHash, pairs []formPair) {
 	h.count(len(pairs))
 	for _, pair := range pairs {
 		h.text(pair.name)
@@ -334,23 +339,23 @@ func writePairs(h partHash, pairs []formPair) {
 }
 
 // readBody returns the tag of a body, and the function that hashes the body in the form in which it is compared.
-func (rules *fingerprintRules) readBody(in fingerprintInput, media mediaType) (string, func(partHash)) {
-	raw := func(h partHash) { h.part(in.body) }
+func (rules *fingerprintRules) readBody(in fingerprintInput, media mediaType, canonical *jsonWriter) (string, func(*partHash)) {
+	kind := media.kind
 	if rules.raw || len(in.body) == 0 || in.coding != "" {
-		return "raw", raw
+		kind = rawBody
 	}
-	switch media.kind {
+	switch kind {
 	case jsonBody:
-		if document, ok := canonicalJSON(in.body, false); ok {
+		if document, ok := canonical.write(in.body); ok {
 			return rules.selectBody(document)
 		}
 	case formBody:
 		if pairs, ok := readForm(in.body); ok {
-			return "form", func(h partHash) { writePairs(h, pairs) }
+			return "form", func(h *partHash) { writePairs(h, pairs) }
 		}
 	case multipartBody:
 		if parts, ok := readMultipart(in.body, media.boundary); ok {
-			return "multipart", func(h partHash) {
+			return "multipart", func(h *partHash) {
 				h.count(len(parts))
 				for _, part := range parts {
 					writePairs(h, part.headers)
@@ -359,16 +364,17 @@ func (rules *fingerprintRules) readBody(in fingerprintInput, media mediaType) (s
 			}
 		}
 	}
-	return "raw", raw
+	body := in.body
+	return "raw", func(h *partHash) { h.part(body) }
 }
 
 // selectBody chooses the part of a document that counts, and never so little that all documents would be equal.
-func (rules *fingerprintRules) selectBody(document []byte) (string, func(partHash)) {
+func (rules *fingerprintRules) selectBody(document []byte) (string, func(*partHash)) {
 	for _, pointer := range rules.include {
 		if !hasJSONValue(selectJSON(document, pointer, rules.exclude)) {
 			continue
 		}
-		return "json-include", func(h partHash) {
+		return "json-include", func(h *partHash) {
 			h.count(len(rules.include))
 			for _, pointer := range rules.include {
 				value := selectJSON(document, pointer, rules.exclude)
@@ -382,8 +388,8 @@ func (rules *fingerprintRules) selectBody(document []byte) (string, func(partHas
 	}
 	if len(rules.exclude) > 0 {
 		if rest := excludeJSON(document, rules.exclude); hasJSONValue(rest) {
-			document = rest
+			return "json", func(h *partHash) { h.part(rest) }
 		}
 	}
-	return "json", func(h partHash) { h.part(document) }
+	return "json", func(h *partHash) { h.part(document) }
 }

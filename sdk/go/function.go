@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log"
+	"reflect"
 	"runtime/debug"
 	"time"
 )
@@ -52,19 +53,34 @@ var (
 	// ErrKeyReused: the key was used with another input.
 	ErrKeyReused = errors.New("oncegate: the key was used with another input; another operation needs another key")
 	// ErrOutcomeUnknown: it is not known if an earlier call took effect. Find out before you use a new key.
-	ErrOutcomeUnknown = errors.New("oncegate: it is not known if an earlier call with this key took effect; find out before you call with another key")
+	ErrOutcomeUnknown = errors.New("oncegate: it is not known if an earlier call with this key took effect; find out before you call with another key. " +
+		"An operator settles it by `oncegate keys resolve`, with a sidecar on the store")
 	// ErrUnreplayable: an earlier call took effect, and its result was not stored.
 	ErrUnreplayable = errors.New("oncegate: an earlier call with this key took effect, and its result cannot be given again")
-	// ErrInvalidKey: the key or the caller is empty, or too long.
-	ErrInvalidKey = errors.New("oncegate: the key must have 1 to 255 bytes, and the caller must not be empty")
+	// ErrRolledBack: the transaction in which the function completed its record was rolled back. Nothing took effect, and the key is free.
+	ErrRolledBack = errors.New("oncegate: the transaction of the function was rolled back, so nothing took effect; call again with the same key")
+	// ErrInvalidKey: the key is empty or too long, or only one of Caller and CallerKind is set.
+	ErrInvalidKey = errors.New("oncegate: the key or the caller is invalid")
 )
+
+func checkKey(key, callerKind, caller string) error {
+	switch {
+	case key == "" || len(key) > maxKeyBytes:
+		return fmt.Errorf("%w: the key must have 1 to %d bytes, and has %d", ErrInvalidKey, maxKeyBytes, len(key))
+	case callerKind == "" && caller != "":
+		return fmt.Errorf("%w: Caller is set and CallerKind is empty; write what the caller is, such as \"customer\"", ErrInvalidKey)
+	case callerKind != "" && caller == "":
+		return fmt.Errorf("%w: CallerKind is %q and Caller is empty; an empty caller would share keys with others", ErrInvalidKey, callerKind)
+	}
+	return nil
+}
 
 // StoredError is the error of the first call with the key.
 type StoredError struct{ Message string }
 
 func (e *StoredError) Error() string { return e.Message }
 
-// PanicError is the error after a panic of the function. Its outcome is unknown.
+// PanicError is the error after a panic of the function, of Errors, or of a method of its result or error. Its outcome is unknown.
 type PanicError struct{ Value interface{} }
 
 func (e *PanicError) Error() string {
@@ -98,24 +114,39 @@ func (f Function[Input, Result]) Do(ctx context.Context, key string, input Input
 	if f.Engine == nil || f.Name == "" {
 		return none, errors.New("oncegate: a function needs an Engine and a Name")
 	}
-	if key == "" || len(key) > maxKeyBytes || (f.Caller == "") != (f.CallerKind == "") {
-		return none, ErrInvalidKey
+	if err := checkKey(key, f.CallerKind, f.Caller); err != nil {
+		return none, err
 	}
 	policy := policy{f.Lease, f.Retention, f.Wait, f.OnAbandoned}
 	if err := policy.check(); err != nil {
+		return none, err
+	}
+	if err := checkVisible[Input]("input", f.Name); err != nil {
+		return none, err
+	}
+	if err := checkVisibleType(reflect.TypeOf(input), "input", f.Name); err != nil {
+		return none, err
+	}
+	if err := checkVisible[Result]("result", f.Name); err != nil {
 		return none, err
 	}
 	fingerprint, err := f.fingerprint(input)
 	if err != nil {
 		return none, err
 	}
+	if err := ctx.Err(); err != nil {
+		return none, err
+	}
 	var caller []identity
 	if f.Caller != "" {
 		caller = []identity{{f.CallerKind, f.Caller}}
 	}
-	scope, tag := newKeyScope(f.Engine.service, caller), keyTag(key)
-	id := scope.record([]string{"function:", f.Name}, key)
-	claimed, err := f.Engine.claim(ctx, id, Claim{Fingerprint: fingerprint, CallerTag: scope.callerTag(), KeyTag: &tag, Operation: cutOperation(f.Name)}, policy)
+	defer f.Engine.enter()()
+	secret := f.Engine.secret
+	scope, tag := f.Engine.scopeOf(caller), secret.keyTag(key)
+	id := secret.record(scope.record([]string{"function:", f.Name}, key))
+	claimed, err := f.Engine.claim(ctx, id, Claim{Fingerprint: secret.fingerprint(fingerprint), CallerTag: secret.callerTag(scope), KeyTag: &tag,
+		Operation: cutOperation(f.Name)}, policy)
 	if err != nil {
 		return none, err
 	}
@@ -184,41 +215,58 @@ func (f Function[Input, Result]) execute(ctx context.Context, p *permit, run fun
 		}
 		return result, confirmErr
 	}
-	isReturned := false
-	func() {
-		defer func() {
-			if isReturned {
-				return
-			}
-			value := recover()
-			if err = error(&PanicError{value}); value != nil {
-				log.Printf("oncegate: panic in function %s, record %s: %v\n%s", f.Name, p.id, value, debug.Stack())
-			}
-			f.endUnknown(p)
-		}()
-		attempt := &Attempt{permit: p}
-		result, err = run(context.WithValue(detach(ctx), attemptKey{}, attempt), attempt)
-		isReturned = true
+	// settled is what is known so far: panics of the function, and of the methods of its values, must not end the program.
+	isSettled := false
+	stage := "the function"
+	defer func() {
+		if isSettled {
+			return
+		}
+		value := recover()
+		if value != nil {
+			log.Printf("oncegate: panic of %s of %s, record %s: %v\n%s", stage, f.Name, p.id, value, debug.Stack())
+		}
+		err = &PanicError{value}
+		f.endUnknown(p)
 	}()
-	if !isReturned {
-		return result, err
-	}
+	own := withAttempt(ctx, p)
+	result, err = run(own, &own.attempt)
 	if err == nil {
+		stage = "MarshalJSON of the result"
 		body, encodeErr := json.Marshal(result)
 		if encodeErr != nil {
 			f.Engine.log.Printf("oncegate: the result of %s, record %s, cannot be stored: %v", f.Name, p.id, encodeErr)
 		}
-		f.store(p, 200, body)
+		isSettled = true
+		switch f.store(p, 200, body) {
+		case settleFenced:
+			return f.ofRecord(p)
+		case settleRolledBack:
+			var none Result
+			return none, ErrRolledBack
+		case settleLeft:
+			// Its transaction is still open.
+			var none Result
+			return none, ErrInProgress
+		}
 		return result, nil
 	}
 	fate := FateUnknown
 	if f.Errors != nil {
+		stage = "Errors"
 		fate = f.Errors(err)
 	}
+	var body []byte
+	if fate == FateStore {
+		stage = "Error() of the error"
+		body, _ = json.Marshal(err.Error())
+	}
+	isSettled = true
 	switch fate {
 	case FateStore:
-		body, _ := json.Marshal(err.Error())
-		f.store(p, 500, body)
+		if f.store(p, 500, body) == settleFenced {
+			return f.ofRecord(p)
+		}
 	case FateRelease:
 		p.release()
 	default:
@@ -229,14 +277,14 @@ func (f Function[Input, Result]) execute(ctx context.Context, p *permit, run fun
 
 // endUnknown leaves the record to its lease under Reexecute, so that the function runs again after it.
 func (f Function[Input, Result]) endUnknown(p *permit) {
-	if p.policy.onAbandoned == Reexecute {
+	if p.policy.onAbandoned == Reexecute && !p.isInTransaction() {
 		p.leave()
 	} else {
-		p.complete(OutcomeUnknown, nil)
+		p.fail()
 	}
 }
 
-func (f Function[Input, Result]) store(p *permit, status int, body []byte) {
+func (f Function[Input, Result]) store(p *permit, status int, body []byte) settleOutcome {
 	max := f.MaxResultBytes
 	if max == 0 {
 		max = 1 << 20
@@ -244,10 +292,38 @@ func (f Function[Input, Result]) store(p *permit, status int, body []byte) {
 	response := StoredResponse{Status: status, Headers: []Field{{"content-type", "application/json"}}, Body: body}
 	encoded, err := response.Encode()
 	if body == nil || len(body) > max || err != nil {
-		p.complete(Tombstone, nil)
-		return
+		return p.complete(Tombstone, nil)
 	}
-	p.complete(Completed, encoded)
+	return p.complete(Completed, encoded)
+}
+
+// ofRecord is the result of an attempt that was overtaken: that of the record, which all other callers get. If there is none, the outcome is
+// unknown.
+func (f Function[Input, Result]) ofRecord(p *permit) (result Result, _ error) {
+	f.Engine.log.Printf("oncegate: another attempt has taken over record %s of %s while its function ran; there may be a second effect", p.id, f.Name)
+	reader, ok := f.Engine.store.(recordReader)
+	if !ok {
+		return result, ErrOutcomeUnknown
+	}
+	encoded, err := ask(context.Background(), f.Engine, "lookup", func(ctx context.Context) ([]byte, error) {
+		info, response, err := reader.read(ctx, p.id)
+		switch {
+		case err != nil || info == nil:
+			return nil, err
+		case info.State == string(stateTombstone) || info.State == string(stateAwaited):
+			return nil, ErrUnreplayable
+		case info.State != string(stateCompleted):
+			response = nil
+		}
+		return response, nil
+	})
+	if err == ErrUnreplayable {
+		return result, err
+	}
+	if err != nil || encoded == nil {
+		return result, ErrOutcomeUnknown
+	}
+	return f.replay(encoded)
 }
 
 func (f Function[Input, Result]) replay(encoded []byte) (result Result, _ error) {
@@ -260,7 +336,7 @@ func (f Function[Input, Result]) replay(encoded []byte) (result Result, _ error)
 
 func decodeResult[Result any](name string, stored *StoredResponse) (result Result, _ error) {
 	if stored.isSealed() {
-		return result, &StoreError{ResponseSealed, "claim", nil}
+		return result, &StoreError{ResponseSealed, "claim", errNoSealKeys}
 	}
 	body := stored.Body
 	if len(body) == 0 {

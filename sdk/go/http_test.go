@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"context"
+	"database/sql"
 	"errors"
 	"fmt"
 	"io"
@@ -12,7 +13,10 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"reflect"
 	"runtime"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -124,6 +128,42 @@ func TestHandlersThatFail(t *testing.T) {
 				t.Fatalf("%+v", retry)
 			}
 		})
+	}
+}
+
+// gin asks for CloseNotify, and panics without it.
+func TestHandlerThatAsksForCloseNotify(t *testing.T) {
+	engine, err := NewEngine(NewMemoryStore(), EngineOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	protect, err := Middleware(engine, Settings{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := httptest.NewServer(protect(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case <-w.(http.CloseNotifier).CloseNotify():
+			t.Error("the client is there")
+		default:
+			io.WriteString(w, "done")
+		}
+	})))
+	defer server.Close()
+	for _, key := range []string{"a", ""} {
+		request, _ := http.NewRequest("POST", server.URL, nil)
+		if key != "" {
+			request.Header.Set("Idempotency-Key", key)
+		}
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, _ := io.ReadAll(response.Body)
+		response.Body.Close()
+		if response.StatusCode != 200 || string(body) != "done" {
+			t.Error(key, response.StatusCode, string(body))
+		}
 	}
 }
 
@@ -314,8 +354,10 @@ func TestTheHandlerOutlivesItsClient(t *testing.T) {
 	h := serve(t, Settings{Wait: 20 * time.Second}, func(w http.ResponseWriter, r *http.Request) {
 		close(began)
 		<-proceed
-		if r.Context().Err() != nil || r.Context().Done() != nil {
+		select {
+		case <-r.Context().Done():
 			t.Error("the context ended with the client")
+		default:
 		}
 		attempt := AttemptFrom(r.Context())
 		fmt.Fprint(w, attempt.Number(), attempt.Token() > 0, r.Context().Value(http.ServerContextKey) != nil)
@@ -419,12 +461,39 @@ func TestLimits(t *testing.T) {
 	}
 }
 
+// The parts of a body that a client has sent so far count, and a client that is refused need not send the rest.
+func TestSlowBodiesCount(t *testing.T) {
+	h := serve(t, Settings{MaxRequestBody: 1000, RequestBudget: 1000}, func(w http.ResponseWriter, r *http.Request) {})
+	slow := func() *bufio.Reader {
+		conn, err := net.Dial("tcp", h.Listener.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { conn.Close() })
+		conn.SetDeadline(time.Now().Add(30 * time.Second))
+		fmt.Fprintf(conn, "POST /pay HTTP/1.1\r\nHost: x\r\nIdempotency-Key: slow\r\nContent-Length: 1000\r\n\r\n%s", strings.Repeat("x", 600))
+		return bufio.NewReader(conn)
+	}
+	slow()
+	deadline := time.Now().Add(30 * time.Second)
+	for look := 0; h.post(fmt.Sprint("look", look), strings.Repeat("x", 401)).status != 503; look++ {
+		if time.Now().After(deadline) {
+			t.Fatal("600 bytes of 1000 never count")
+		}
+	}
+	response, err := http.ReadResponse(slow(), nil)
+	if err != nil || response.StatusCode != 503 {
+		t.Error(response, err)
+	}
+}
+
 func TestSettingsAreChecked(t *testing.T) {
 	engine, _ := NewEngine(NewMemoryStore(), EngineOptions{})
 	for _, settings := range []Settings{
 		{Profile: "other"}, {Scope: []string{"x"}}, {Scope: []string{"single-tenant", "host"}}, {KeyFormat: "pattern:("}, {KeySyntax: "x"},
 		{KeyHeaders: []string{"Cookie"}}, {Methods: []string{"a b"}}, {Lease: time.Millisecond}, {Retention: time.Millisecond},
 		{OnAbandoned: "x"}, {StoredHeaders: []string{"Set-Cookie"}}, {ReplayMarker: "Date"}, {ReleaseStatuses: []int{200}},
+		{Methods: []string{}}, {KeyHeaders: []string{}}, {Scope: []string{}}, {NaturalKey: []string{}}, {Methods: []string{"POST,PATCH"}}, {Methods: []string{"GET"}},
 		{NaturalKey: []string{"/a"}}, {FingerprintExclude: []string{"a"}}, {Documentation: "x"}, {MaxInFlight: -1}, {Authority: "x"},
 	} {
 		if _, err := Middleware(engine, settings); err == nil || !strings.HasPrefix(err.Error(), "oncegate: ") {
@@ -435,12 +504,155 @@ func TestSettingsAreChecked(t *testing.T) {
 	if _, err := ParseSettings([]byte(`{"jwt-keys": "x"}`)); !errors.As(err, &unsupported) || unsupported.Name != "jwt-keys" {
 		t.Error(err)
 	}
+	if _, err := ParseSettings([]byte(`{"release-status": 404}`)); err == nil || !strings.Contains(err.Error(), `did you mean "release-statuses"?`) {
+		t.Error(err)
+	}
 	if _, err := NewEngine(NewMemoryStore(), EngineOptions{Service: "a b"}); err == nil {
 		t.Error("a service name with a space")
 	}
 }
 
+func TestParsedSettings(t *testing.T) {
+	for text, want := range map[string]Settings{
+		`{"methods": "POST"}`:                {Methods: []string{"POST"}},
+		`{"release-statuses": 404}`:          {ReleaseStatuses: []int{404}},
+		`{"release-statuses": "404"}`:        {ReleaseStatuses: []int{404}},
+		`{"release-statuses": [404, "422"]}`: {ReleaseStatuses: []int{404, 422}},
+	} {
+		if got, err := ParseSettings([]byte(text)); err != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("%s: %+v, %v", text, got, err)
+		}
+	}
+	got, err := ParseSettings([]byte(`{"release-statuses": ["4xx"]}`))
+	if err != nil || len(got.ReleaseStatuses) != 100 || got.ReleaseStatuses[0] != 400 || got.ReleaseStatuses[99] != 499 {
+		t.Error(got.ReleaseStatuses, err)
+	}
+	for _, name := range settingNames {
+		for _, value := range []string{"null", "{}", "[null]", "[[1]]", "1.5"} {
+			_, err := ParseSettings([]byte(fmt.Sprintf(`{%q: %s}`, name, value)))
+			if err == nil || !strings.Contains(err.Error(), strconv.Quote(name)) || strings.Contains(err.Error(), "json:") {
+				t.Errorf("%s: %s: %v", name, value, err)
+			}
+		}
+	}
+}
+
+func TestAnUnknownMethodIsWarnedOf(t *testing.T) {
+	var warnings bytes.Buffer
+	engine, _ := NewEngine(NewMemoryStore(), EngineOptions{Logger: log.New(&warnings, "", 0)})
+	if _, err := Middleware(engine, Settings{Scope: []string{"single-tenant"}, Methods: []string{"PSOT", "PATCH"}}); err != nil {
+		t.Fatal(err)
+	}
+	if got := warnings.String(); got != "oncegate: Methods: no registered method is called \"PSOT\"; did you mean \"POST\"?\n" {
+		t.Error(got)
+	}
+}
+
+// awayStore is a store on a server that does not answer.
+type awayStore struct{ Store }
+
+func (awayStore) Claim(context.Context, RecordID, Claim) (ClaimReply, error) {
+	return ClaimReply{}, &StoreError{StoreMisused, "claim", errors.New("the schema is missing")}
+}
+
+func TestAStoreOnAServerNeedsTheNameOfTheService(t *testing.T) {
+	keys := &SealKeys{}
+	for _, store := range []Store{awayStore{NewMemoryStore()}, NewPostgresStore(&sql.DB{}), NewSealedStore(NewPostgresStore(&sql.DB{}), keys)} {
+		if _, err := NewEngine(store, EngineOptions{}); err == nil || !strings.Contains(err.Error(), "set EngineOptions.Service") {
+			t.Errorf("%T: %v", store, err)
+		}
+		if _, err := NewEngine(store, EngineOptions{Service: "orders"}); err != nil {
+			t.Errorf("%T: %v", store, err)
+		}
+	}
+	for _, store := range []Store{NewMemoryStore(), NewSealedStore(NewMemoryStore(), keys)} {
+		if _, err := NewEngine(store, EngineOptions{}); err != nil {
+			t.Errorf("%T: %v", store, err)
+		}
+	}
+}
+
+func TestFailuresAreLoggedByDefault(t *testing.T) {
+	var logged bytes.Buffer
+	log.SetOutput(&logged)
+	defer log.SetOutput(os.Stderr)
+	engine, err := NewEngine(awayStore{NewMemoryStore()}, EngineOptions{Service: "orders"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	protect, err := Middleware(engine, Settings{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	request := httptest.NewRequest("POST", "/pay", strings.NewReader("5"))
+	request.Header.Set("Idempotency-Key", "secret-key")
+	response := httptest.NewRecorder()
+	protect(http.NotFoundHandler()).ServeHTTP(response, request)
+	if response.Code != 503 || !strings.Contains(logged.String(), "the schema is missing") || strings.Contains(logged.String(), "secret-key") {
+		t.Error(response.Code, logged.String())
+	}
+}
+
+func TestRefusalsThatNeedSomeoneAreLogged(t *testing.T) {
+	var logged bytes.Buffer
+	engine, err := NewEngine(NewMemoryStore(), EngineOptions{Logger: log.New(&logged, "", 0)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	protect, err := Middleware(engine, Settings{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	handler := protect(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { w.Header().Set("Idempotency-Store", "unknown") }))
+	send := func(host, cookie string) {
+		request := httptest.NewRequest("POST", "/pay", nil)
+		request.Header.Set("Idempotency-Key", "secret-key")
+		if request.Host = host; cookie != "" {
+			request.Header.Set("Cookie", cookie)
+		}
+		handler.ServeHTTP(httptest.NewRecorder(), request)
+	}
+	for i := 0; i < 3; i++ {
+		send("shop.test", "sid=secret-cookie")
+		send("shop.test", "")
+		send("other.test", "")
+	}
+	for _, text := range []string{"scope-not-set", "outcome-unknown", "host-differs"} {
+		if n := strings.Count(logged.String(), text); n != 1 {
+			t.Errorf("%s is logged %d times: %s", text, n, logged.String())
+		}
+	}
+	if strings.Contains(logged.String(), "secret") {
+		t.Error(logged.String())
+	}
+}
+
 type order struct{ Cents int }
+
+type hiddenOrder struct{ cents int }
+
+func TestStructsWithoutExportedFieldsAreRefused(t *testing.T) {
+	engine, _ := NewEngine(NewMemoryStore(), EngineOptions{})
+	ctx, runs := context.Background(), 0
+	_, err := Do(ctx, engine, "charge", "a", hiddenOrder{1}, func(context.Context, *Attempt) (int, error) { runs++; return 1, nil })
+	if err == nil || !strings.Contains(err.Error(), "has no exported field") {
+		t.Error(err)
+	}
+	_, err = Do(ctx, engine, "charge", "a", &hiddenOrder{1}, func(context.Context, *Attempt) (int, error) { runs++; return 1, nil })
+	if err == nil {
+		t.Error("by a pointer")
+	}
+	_, err = Do(ctx, engine, "charge", "a", 1, func(context.Context, *Attempt) (hiddenOrder, error) { runs++; return hiddenOrder{1}, nil })
+	if err == nil || runs != 0 {
+		t.Error(err, runs)
+	}
+	// These have a JSON of their own, or nothing to lose.
+	for i, input := range []interface{}{time.Now(), struct{}{}, order{1}, nil} {
+		if _, err := Do(ctx, engine, "charge", fmt.Sprint("b", i), input, func(context.Context, *Attempt) (int, error) { return 1, nil }); err != nil {
+			t.Error(i, err)
+		}
+	}
+}
 
 func TestFunctions(t *testing.T) {
 	ctx := context.Background()
@@ -455,6 +667,11 @@ func TestFunctions(t *testing.T) {
 	}
 	if _, err := charge.Do(ctx, "a", order{6}, run); !errors.Is(err, ErrKeyReused) {
 		t.Error(err)
+	}
+	over, cancel := context.WithCancel(ctx)
+	cancel()
+	if _, err := charge.Do(over, "over", order{5}, run); err != context.Canceled || runs != 1 {
+		t.Error(err, runs)
 	}
 	if _, err := charge.Do(ctx, "", order{6}, run); !errors.Is(err, ErrInvalidKey) {
 		t.Error(err)
@@ -530,6 +747,10 @@ func TestFunctions(t *testing.T) {
 func TestSidecarFields(t *testing.T) {
 	if attempt, err := FromSidecar(http.Header{}); attempt != nil || err != nil || attempt.CompleteIn(context.Background(), nil, nil) != nil {
 		t.Error(attempt, err)
+	}
+	// Nor has a request without a key an attempt of the middleware.
+	if err := AttemptFrom(context.Background()).CompleteIn(context.Background(), nil); err != nil {
+		t.Error(err)
 	}
 	header := http.Header{}
 	header.Set("Oncegate-Record", strings.Repeat("ab", 32))

@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"hash"
 	"strings"
+	"sync"
+	"unicode/utf8"
 )
 
 // The largest sizes of the contract.
@@ -77,10 +79,10 @@ func fingerprintOfParts(domain string, parts ...[]byte) Fingerprint {
 // hostBytes is the number of bytes at the end of a digest that hash the host alone, if the host is compared.
 const hostBytes = 10
 
-func (f Fingerprint) withHost(host string) Fingerprint {
-	own := fingerprintOfParts("host", []byte(host))
-	copy(f[len(f)-hostBytes:], own[len(own)-hostBytes:])
-	return f
+func hostDigest(secret *IDSecret, host string) (digest [hostBytes]byte) {
+	own := secret.fingerprint(fingerprintOfParts("host", []byte(host)))
+	copy(digest[:], own[len(own)-hostBytes:])
+	return digest
 }
 
 // differsInHostOnly reports if two fingerprints differ in nothing but the host.
@@ -89,30 +91,67 @@ func differsInHostOnly(stored, own Fingerprint) bool {
 	return stored != own && string(stored[:end]) == string(own[:end])
 }
 
-// partHash is a SHA-256 over length-prefixed parts. Lengths keep the parts apart, so no separator can collide.
-type partHash struct{ hash.Hash }
+// partHash is a SHA-256 over length-prefixed parts. Lengths keep the parts apart, so no separator can collide. It is used once: sum ends it.
+type partHash struct {
+	// collected are the parts that are not hashed yet: short ones are hashed together.
+	collected []byte
+	// long has what was hashed before them, or is nil.
+	long hash.Hash
+}
 
-func newPartHash(domain string) partHash {
-	h := partHash{sha256.New()}
+// maxCollected bounds what a hash collects.
+const maxCollected = 4096
+
+var partHashes = sync.Pool{New: func() any { return &partHash{collected: make([]byte, 0, 512)} }}
+
+func newPartHash(domain string) *partHash {
+	h := partHashes.Get().(*partHash)
 	h.text(domain)
 	return h
 }
 
-func (h partHash) count(n int) {
-	var bytes [8]byte
-	binary.BigEndian.PutUint64(bytes[:], uint64(n))
-	h.Write(bytes[:])
-}
+func (h *partHash) count(n int) { h.collected = binary.BigEndian.AppendUint64(h.collected, uint64(n)) }
 
-func (h partHash) part(bytes []byte) {
+func (h *partHash) part(bytes []byte) {
 	h.count(len(bytes))
-	h.Write(bytes)
+	if h.makeRoom(len(bytes)) {
+		h.collected = append(h.collected, bytes...)
+	} else {
+		h.long.Write(bytes)
+	}
 }
 
-func (h partHash) text(text string) { h.part([]byte(text)) }
+func (h *partHash) text(text string) {
+	h.count(len(text))
+	if h.makeRoom(len(text)) {
+		h.collected = append(h.collected, text...)
+	} else {
+		h.long.Write([]byte(text))
+	}
+}
 
-func (h partHash) sum() (digest [32]byte) {
-	h.Sum(digest[:0])
+// makeRoom returns false if a part of this size is too long to be collected. What was collected before it is hashed then.
+func (h *partHash) makeRoom(size int) bool {
+	if len(h.collected)+size <= maxCollected {
+		return true
+	}
+	if h.long == nil {
+		h.long = sha256.New()
+	}
+	h.long.Write(h.collected)
+	h.collected = h.collected[:0]
+	return size <= maxCollected
+}
+
+func (h *partHash) sum() (digest [32]byte) {
+	if h.long == nil {
+		digest = sha256.Sum256(h.collected)
+	} else {
+		h.long.Write(h.collected)
+		copy(digest[:], h.long.Sum(h.collected[:0]))
+	}
+	h.collected, h.long = h.collected[:0], nil
+	partHashes.Put(h)
 	return digest
 }
 
@@ -145,11 +184,7 @@ func newKeyScope(service string, caller []identity) keyScope {
 	return s
 }
 
-func (s keyScope) callerTag() (tag [8]byte) {
-	copy(tag[:], s.caller[:])
-	return tag
-}
-
+// record is the plain identifier.
 func (s keyScope) record(operation []string, key string) RecordID {
 	h := newPartHash("oncegate-record-1")
 	h.part(s.owner[:])
@@ -161,17 +196,18 @@ func (s keyScope) record(operation []string, key string) RecordID {
 	return h.sum()
 }
 
-// keyTag is a short mark of a key, by which an operator finds its records. It proves nothing: two keys may have the same tag.
-func keyTag(key string) (tag [8]byte) {
+func keyDigest(key string) [32]byte {
 	h := newPartHash("oncegate-key-1")
 	h.text(asciiLower(key))
-	digest := h.sum()
-	copy(tag[:], digest[:])
-	return tag
+	return h.sum()
 }
 
 // cutOperation is an operation of at most 256 bytes, cut between two characters.
 func cutOperation(operation string) string {
+	// PostgreSQL takes no other text. The id of the record has the operation as it is.
+	if !utf8.ValidString(operation) || strings.IndexByte(operation, 0) >= 0 {
+		operation = strings.ReplaceAll(strings.ToValidUTF8(operation, "\uFFFD"), "\x00", "\uFFFD")
+	}
 	if len(operation) <= maxOperationBytes {
 		return operation
 	}
@@ -236,11 +272,36 @@ func asciiLower(text string) string {
 }
 
 func asciiUpper(text string) string {
-	bytes := []byte(text)
-	for i, c := range bytes {
-		if 'a' <= c && c <= 'z' {
-			bytes[i] = c - ('a' - 'A')
+	for i := 0; i < len(text); i++ {
+		if isLower(text[i]) {
+			bytes := []byte(text)
+			for ; i < len(bytes); i++ {
+				if isLower(bytes[i]) {
+					bytes[i] -= 'a' - 'A'
+				}
+			}
+			return string(bytes)
 		}
 	}
-	return string(bytes)
+	return text
+}
+
+// sameInLower reports if two texts in ASCII differ at most in case.
+func sameInLower(one, other []byte) bool {
+	if len(one) != len(other) {
+		return false
+	}
+	for i, c := range one {
+		if lowerOf(c) != lowerOf(other[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+func lowerOf(c byte) byte {
+	if 'A' <= c && c <= 'Z' {
+		return c + ('a' - 'A')
+	}
+	return c
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"sort"
 	"strconv"
+	"sync"
 	"unicode/utf8"
 )
 
@@ -13,29 +14,62 @@ const maxJSONDepth = 128
 // canonicalJSON returns the canonical form of RFC 8785, or false if no canonical form distinguishes the text from every other one.
 // With keepNumbers, numbers that a double may not hold stay as they are spelt.
 func canonicalJSON(text []byte, keepNumbers bool) ([]byte, bool) {
+	w := jsonWriter{keepNumbers: keepNumbers, out: make([]byte, 0, len(text))}
+	return w.write(text)
+}
+
+// jsonWriter writes canonical documents. Its buffers serve one document after the other.
+type jsonWriter struct {
+	text        []byte
+	at          int
+	keepNumbers bool
+	out         []byte
+	// members are those of the objects that are being written, the innermost last.
+	members []jsonMember
+	// sorted is where the members of an object are put in order.
+	sorted []byte
+}
+
+// jsonMember is a member of an object that is being written: its name without escapes, and its place in the output.
+type jsonMember struct {
+	name     []byte
+	from, to int
+}
+
+// The largest buffers that are kept for later documents.
+const (
+	maxKeptBytes   = 64 << 10
+	maxKeptMembers = 256
+)
+
+var jsonWriters = sync.Pool{New: func() any { return new(jsonWriter) }}
+
+// free keeps the writer for another document. What it has written must not be used any more.
+func (w *jsonWriter) free() {
+	if cap(w.out) > maxKeptBytes || cap(w.sorted) > maxKeptBytes || cap(w.members) > maxKeptMembers {
+		return
+	}
+	members := w.members[:cap(w.members)]
+	for i := range members {
+		// The names are parts of the body.
+		members[i].name = nil
+	}
+	w.text = nil
+	jsonWriters.Put(w)
+}
+
+// write returns the canonical form of a document. It is valid until the next call.
+func (w *jsonWriter) write(text []byte) ([]byte, bool) {
 	if !utf8.Valid(text) {
 		return nil, false
 	}
-	w := jsonWriter{text: text, keepNumbers: keepNumbers, out: make([]byte, 0, len(text))}
+	w.text, w.at, w.out, w.members = text, 0, w.out[:0], w.members[:0]
 	w.space()
 	if !w.value(maxJSONDepth) {
 		return nil, false
 	}
 	w.space()
 	return w.out, w.at == len(text)
-}
-
-type jsonWriter struct {
-	text        []byte
-	at          int
-	keepNumbers bool
-	out         []byte
-}
-
-// jsonMember is a member of an object that is being written: its name without escapes, and its place in the output.
-type jsonMember struct {
-	name     string
-	from, to int
 }
 
 // peek is the next byte, or 0, which no rule of the grammar accepts, at the end.
@@ -58,7 +92,7 @@ func (w *jsonWriter) space() {
 }
 
 func (w *jsonWriter) literal(word string) bool {
-	if !bytes.HasPrefix(w.text[w.at:], []byte(word)) {
+	if end := w.at + len(word); end > len(w.text) || string(w.text[w.at:end]) != word {
 		return false
 	}
 	w.at += len(word)
@@ -126,7 +160,7 @@ func (w *jsonWriter) object(depth int) bool {
 		w.out = append(w.out, '}')
 		return true
 	}
-	var members []jsonMember
+	first := len(w.members)
 	for {
 		if w.peek() != '"' {
 			return false
@@ -146,7 +180,7 @@ func (w *jsonWriter) object(depth int) bool {
 		if !w.value(depth) {
 			return false
 		}
-		members = append(members, jsonMember{name, from, len(w.out)})
+		w.members = append(w.members, jsonMember{name, from, len(w.out)})
 		w.space()
 		c := w.peek()
 		w.at++
@@ -159,90 +193,129 @@ func (w *jsonWriter) object(depth int) bool {
 		w.out = append(w.out, ',')
 		w.space()
 	}
-	// Programs that ignore case read names that differ only in case as one member, and which of the two counts depends on their order.
-	seen := make(map[string]bool, len(members))
-	for _, member := range members {
-		folded := asciiLower(member.name)
-		if !isASCII(folded) {
-			folded = foldCase(member.name)
-		}
-		if seen[folded] {
-			return false
-		}
-		seen[folded] = true
+	members := w.members[first:]
+	w.members = w.members[:first]
+	if hasSameName(members) {
+		return false
 	}
-	less := func(i, j int) bool { return lessUTF16(members[i].name, members[j].name) }
-	if !sort.SliceIsSorted(members, less) {
-		sort.Slice(members, less)
-		sorted := make([]byte, 0, len(w.out)-start)
+	if sortMembers(members) {
+		w.sorted = w.sorted[:0]
 		for i, member := range members {
 			if i > 0 {
-				sorted = append(sorted, ',')
+				w.sorted = append(w.sorted, ',')
 			}
-			sorted = append(sorted, w.out[member.from:member.to]...)
+			w.sorted = append(w.sorted, w.out[member.from:member.to]...)
 		}
-		w.out = append(w.out[:start], sorted...)
+		w.out = append(w.out[:start], w.sorted...)
 	}
 	w.out = append(w.out, '}')
 	return true
 }
 
-// lessUTF16 orders texts by their UTF-16 code units (RFC 8785, section 3.2.3): characters beyond the basic plane come before U+E000.
-func lessUTF16(a, b string) bool {
-	for a != "" && b != "" {
-		x, n := utf8.DecodeRuneInString(a)
-		y, m := utf8.DecodeRuneInString(b)
-		if x != y {
-			if astral := x > 0xffff; astral != (y > 0xffff) {
-				if astral {
-					return y >= 0xe000
-				}
-				return x < 0xe000
-			}
-			return x < y
-		}
-		a, b = a[n:], b[m:]
+// fewMembers is the number of members up to which all pairs of names are compared.
+const fewMembers = 16
+
+// hasSameName reports if two names differ at most in case. Programs that ignore case read such names as one member, and which of the two
+// counts depends on their order.
+func hasSameName(members []jsonMember) bool {
+	areFew := len(members) <= fewMembers
+	for i := 0; areFew && i < len(members); i++ {
+		areFew = isASCII(members[i].name)
 	}
-	return a == "" && b != ""
+	if areFew {
+		for i := range members {
+			for j := range members[:i] {
+				if sameInLower(members[i].name, members[j].name) {
+					return true
+				}
+			}
+		}
+		return false
+	}
+	seen := make(map[string]bool, len(members))
+	for _, member := range members {
+		folded := asciiLower(string(member.name))
+		if !isASCII(folded) {
+			folded = foldCase(string(member.name))
+		}
+		if seen[folded] {
+			return true
+		}
+		seen[folded] = true
+	}
+	return false
 }
 
-// string writes the string at the reading position, and returns it without escapes.
-func (w *jsonWriter) string() (string, bool) {
+// sortMembers sorts by name, and reports if that changed the order.
+func sortMembers(members []jsonMember) (changed bool) {
+	if len(members) > fewMembers {
+		less := func(i, j int) bool { return lessUTF16(members[i].name, members[j].name) }
+		if changed = !sort.SliceIsSorted(members, less); changed {
+			sort.Slice(members, less)
+		}
+		return changed
+	}
+	for i := range members {
+		for j := i; j > 0 && lessUTF16(members[j].name, members[j-1].name); j-- {
+			members[j], members[j-1] = members[j-1], members[j]
+			changed = true
+		}
+	}
+	return changed
+}
+
+// lessUTF16 orders texts in UTF-8 by their UTF-16 code units (RFC 8785, section 3.2.3): characters beyond the basic plane come before
+// U+E000. Otherwise the order is that of the bytes.
+func lessUTF16(a, b []byte) bool {
+	for i := 0; i < len(a) && i < len(b); i++ {
+		x, y := a[i], b[i]
+		if x == y {
+			continue
+		}
+		// 0xf0 begins a character beyond the basic plane, 0xee the first one from U+E000.
+		if isAstral := x >= 0xf0; isAstral != (y >= 0xf0) && x >= 0xee && y >= 0xee {
+			return isAstral
+		}
+		return x < y
+	}
+	return len(a) < len(b)
+}
+
+// string writes the string at the reading position, and returns it without escapes. It may be a part of the text.
+func (w *jsonWriter) string() ([]byte, bool) {
 	w.at++
-	w.out = append(w.out, '"')
 	start := w.at
 	var unescaped []byte
-	plain := true
 	for {
-		c := w.peek()
+		end := w.at
+		for end < len(w.text) && w.text[end] != '"' && w.text[end] != '\\' && w.text[end] >= 0x20 {
+			end++
+		}
+		w.at = end
 		switch {
-		case c == '"':
-			text := w.text[start:w.at]
+		case w.peek() == '"' && unescaped == nil:
 			w.at++
-			if plain {
-				w.out = append(append(w.out, text...), '"')
-				return string(text), true
-			}
-			unescaped = append(unescaped, text...)
+			w.out = append(w.out, w.text[start-1:w.at]...)
+			return w.text[start:end], true
+		case w.peek() == '"':
+			w.at++
+			unescaped = append(unescaped, w.text[start:end]...)
+			w.out = append(w.out, '"')
 			for _, r := range string(unescaped) {
 				w.out = appendJSONRune(w.out, r)
 			}
 			w.out = append(w.out, '"')
-			return string(unescaped), true
-		case c == '\\':
-			plain = false
-			unescaped = append(unescaped, w.text[start:w.at]...)
-			r, ok := w.escape()
-			if !ok {
-				return "", false
-			}
-			unescaped = utf8.AppendRune(unescaped, r)
-			start = w.at
-		case c < 0x20:
-			return "", false
-		default:
-			w.at++
+			return unescaped, true
+		case w.peek() != '\\':
+			return nil, false
 		}
+		unescaped = append(unescaped, w.text[start:end]...)
+		r, ok := w.escape()
+		if !ok {
+			return nil, false
+		}
+		unescaped = utf8.AppendRune(unescaped, r)
+		start = w.at
 	}
 }
 
@@ -351,7 +424,30 @@ func (w *jsonWriter) digits() string {
 	return string(w.text[start:w.at])
 }
 
+// plainInteger returns the end of an integer that is canonical as it is: at most 15 digits, and no zero in front. It returns the reading
+// position if there is none.
+func (w *jsonWriter) plainInteger() int {
+	first := w.at
+	if w.peek() == '-' {
+		first++
+	}
+	end := first
+	for end < len(w.text) && isDigit(w.text[end]) {
+		end++
+	}
+	hasMore := end < len(w.text) && (w.text[end] == '.' || w.text[end]|0x20 == 'e')
+	if hasMore || end == first || end > first+15 || w.text[first] == '0' && end-w.at > 1 {
+		return w.at
+	}
+	return end
+}
+
 func (w *jsonWriter) number() bool {
+	if end := w.plainInteger(); end > w.at {
+		w.out = append(w.out, w.text[w.at:end]...)
+		w.at = end
+		return true
+	}
 	start := w.at
 	negative := w.peek() == '-'
 	if negative {

@@ -2,6 +2,7 @@ package oncegate
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"time"
 )
@@ -11,40 +12,105 @@ type MemoryStore struct {
 	mu      sync.Mutex
 	records map[RecordID]*memoryRecord
 	now     func() time.Time
-	writes  int
+	// MaxRecords and MaxBytes (1 000 000, and 256 MiB of responses) are the limits from which new keys are refused. Set them before the store
+	// is used.
+	MaxRecords, MaxBytes int
+
+	bytes int
+	// sweepAt is the time of the next sweep in milliseconds.
+	sweepAt int64
 }
+
+// isInProcess marks a store that no other program uses, also one that embeds it.
+func (*MemoryStore) isInProcess() {}
 
 // NewMemoryStore returns an empty store.
 func NewMemoryStore() *MemoryStore {
-	return &MemoryStore{records: map[RecordID]*memoryRecord{}, now: time.Now}
+	// A wall clock that is set ends no record.
+	began := time.Now()
+	now := func() time.Time { return began.Add(time.Since(began)) }
+	return &MemoryStore{records: map[RecordID]*memoryRecord{}, now: now, MaxRecords: 1_000_000, MaxBytes: 256 << 20}
 }
 
 // apply runs one decision. decide returns the record to write, or nil if it stays.
 func (s *MemoryStore) apply(id RecordID, decide func(record *memoryRecord, now int64) *memoryRecord) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.write(id, decide)
+}
+
+// write is apply for a caller that holds the lock.
+func (s *MemoryStore) write(id RecordID, decide func(record *memoryRecord, now int64) *memoryRecord) {
 	now := s.now().UnixMilli()
 	if next := decide(s.records[id], now); next != nil {
-		s.records[id] = next
-		// Expired records are removed now and then. They are kept for ten minutes after their end for their token.
-		if s.writes++; s.writes%10000 == 0 {
-			for id, record := range s.records {
-				if now >= record.expiresAt+10*60*1000 {
-					delete(s.records, id)
-				}
-			}
+		s.put(id, next)
+		s.sweep(now)
+	}
+}
+
+// put writes a record, or removes it (nil).
+func (s *MemoryStore) put(id RecordID, next *memoryRecord) {
+	s.bytes += next.size() - s.records[id].size()
+	if next == nil {
+		delete(s.records, id)
+		return
+	}
+	s.records[id] = next
+}
+
+// sweep removes the content of records whose retention is over, and later the records: they are kept for ten minutes for their token. One
+// sweep takes at most a tenth of the time.
+func (s *MemoryStore) sweep(now int64) {
+	if wait := s.sweepAt - now; wait > 0 && wait < 60*60*1000 {
+		return
+	}
+	begun := time.Now()
+	for id, record := range s.records {
+		switch {
+		case now >= record.expiresAt+10*60*1000:
+			s.put(id, nil)
+		case now >= record.expiresAt && record.size() > 0:
+			empty := *record
+			empty.response, empty.steps = nil, nil
+			s.put(id, &empty)
 		}
 	}
+	pause := 10 * time.Since(begun)
+	if pause < time.Second {
+		pause = time.Second
+	}
+	s.sweepAt = now + millis(pause)
+}
+
+// size is the content of a record in bytes.
+func (r *memoryRecord) size() (n int) {
+	if r == nil {
+		return 0
+	}
+	for _, step := range r.steps {
+		n += len(step.name) + len(step.result)
+	}
+	return n + len(r.response)
 }
 
 // Claim implements Store.
 func (s *MemoryStore) Claim(_ context.Context, id RecordID, claim Claim) (reply ClaimReply, _ error) {
-	s.apply(id, func(record *memoryRecord, now int64) (next *memoryRecord) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.records[id] == nil && (len(s.records) >= s.MaxRecords || s.bytes >= s.MaxBytes) {
+		s.sweep(s.now().UnixMilli())
+		if len(s.records) >= s.MaxRecords || s.bytes >= s.MaxBytes {
+			return reply, &StoreError{StoreUnsent, "claim", fullError{errMemoryFull}}
+		}
+	}
+	s.write(id, func(record *memoryRecord, now int64) (next *memoryRecord) {
 		next, reply = decideClaim(record, claim, now)
 		return next
 	})
 	return reply, nil
 }
+
+var errMemoryFull = errors.New("MaxRecords or MaxBytes of MemoryStore is reached")
 
 // Renew implements Store.
 func (s *MemoryStore) Renew(_ context.Context, id RecordID, token uint64, lease, retention time.Duration) (reply Settlement, _ error) {
@@ -77,11 +143,24 @@ func (s *MemoryStore) Release(_ context.Context, id RecordID, token uint64, rete
 func (s *MemoryStore) Lookup(_ context.Context, id RecordID) (info *RecordInfo, _ error) {
 	s.apply(id, func(record *memoryRecord, now int64) *memoryRecord {
 		if live := record.live(now); live != nil {
-			info = &RecordInfo{State: string(live.state), Fingerprint: live.fingerprint, Token: live.token, Attempt: live.attempt}
+			info = &RecordInfo{State: string(live.state), Fingerprint: live.fingerprint, Token: live.token, Attempt: live.attempt,
+				Operation: live.operation, LeaseUntil: time.UnixMilli(live.leaseUntil), ExpiresAt: time.UnixMilli(live.expiresAt)}
 		}
 		return nil
 	})
 	return info, nil
+}
+
+// read implements recordReader.
+func (s *MemoryStore) read(_ context.Context, id RecordID) (info *RecordInfo, response []byte, _ error) {
+	info, err := s.Lookup(nil, id)
+	if info != nil {
+		s.apply(id, func(record *memoryRecord, now int64) *memoryRecord {
+			response = record.response
+			return nil
+		})
+	}
+	return info, response, err
 }
 
 // Step records a finished step of an attempt, as the contract of the stores defines it: "recorded", "differs", "full" or "fenced".

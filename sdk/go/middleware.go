@@ -12,10 +12,12 @@ import (
 	"log"
 	"net/http"
 	"net/url"
+	"runtime"
 	"runtime/debug"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -35,9 +37,22 @@ func Middleware(engine *Engine, settings Settings) (func(http.Handler) http.Hand
 	if err != nil {
 		return nil, err
 	}
-	limits := &limits{perCaller: map[[8]byte]int{}}
+	for _, method := range settings.Methods {
+		if upper := asciiUpper(method); !isRegistered(upper) {
+			engine.log.Printf("oncegate: Methods: no registered method is called %q%s", method, didYouMean(upper, registeredMethods))
+		}
+	}
+	if settings.Scope == nil && settings.Caller == nil {
+		engine.log.Printf("oncegate: Scope is not set: callers are told apart by Authorization. A retry with a renewed token is another caller and " +
+			"executes again. Requests without any credential are one caller: with the same key they get each other's responses. Requests with " +
+			"another credential, such as a cookie, are refused")
+	} else if names := c.caller.credentials(); names != "" {
+		engine.log.Printf("oncegate: callers are told apart by %s. A retry with a renewed value is another caller and executes again. If the value "+
+			"changes between retries, such as a token or the cookie of a session, set Caller to what identifies the user", names)
+	}
+	limits := &limits{perCaller: map[[8]byte]*callerLoad{}}
 	return func(next http.Handler) http.Handler {
-		return &protected{engine, c, limits, next}
+		return &protected{engine: engine, compiled: c, limits: limits, next: next}
 	}, nil
 }
 
@@ -46,25 +61,68 @@ type protected struct {
 	*compiled
 	limits *limits
 	next   http.Handler
+	// sidecarSeen is true if the log says that a sidecar is in front.
+	sidecarSeen atomic.Bool
+	lastHost    atomic.Pointer[hostPart]
+}
+
+// nothingExecuted reports if this refusal means that neither this request nor an earlier one with its key was executed to an end that would
+// have to be kept.
+func nothingExecuted(condition string) bool {
+	switch condition {
+	case "outcome-unknown", "handler-failed", "replay-unavailable", "record-corrupt":
+		return false
+	}
+	return true
 }
 
 // limits count the requests with a key that run, and the memory of bodies.
 type limits struct {
 	mu                          sync.Mutex
 	running                     int
-	perCaller                   map[[8]byte]int
+	perCaller                   map[[8]byte]*callerLoad
 	requestBytes, responseBytes int
+}
+
+// callerLoad is what one caller has of the limits.
+type callerLoad struct{ running, responseBytes int }
+
+// responseShare is how much of ResponseBudget the responses to one caller may fill: one that does not read them must not stop the others.
+func (c *compiled) responseShare() int {
+	if c.caller.isSingleTenant() {
+		return c.ResponseBudget
+	}
+	return c.partOfBudget(c.ResponseBudget / 4)
+}
+
+// replayBudget is how much of ResponseBudget replays may fill: those that nobody reads must not stop new requests.
+func (c *compiled) replayBudget() int { return c.partOfBudget(c.ResponseBudget - c.ResponseBudget/4) }
+
+// partOfBudget is large enough for every response, if the budget is.
+func (c *compiled) partOfBudget(part int) int {
+	if part < c.MaxResponseBody {
+		part = c.MaxResponseBody
+	}
+	if part > c.ResponseBudget {
+		part = c.ResponseBudget
+	}
+	return part
 }
 
 func (l *limits) enter(c *compiled, caller [8]byte) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.running >= c.MaxInFlight || !c.caller.isSingleTenant() && l.perCaller[caller] >= c.MaxInFlightPerCaller ||
-		l.responseBytes >= c.ResponseBudget {
+	own := l.perCaller[caller]
+	if own == nil {
+		own = &callerLoad{}
+	}
+	if l.running >= c.MaxInFlight || !c.caller.isSingleTenant() && own.running >= c.MaxInFlightPerCaller ||
+		l.responseBytes >= c.ResponseBudget || own.responseBytes >= c.responseShare() {
 		return false
 	}
 	l.running++
-	l.perCaller[caller]++
+	own.running++
+	l.perCaller[caller] = own
 	return true
 }
 
@@ -72,7 +130,7 @@ func (l *limits) leave(caller [8]byte) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.running--
-	if l.perCaller[caller]--; l.perCaller[caller] == 0 {
+	if l.perCaller[caller].running--; l.perCaller[caller].running == 0 {
 		delete(l.perCaller, caller)
 	}
 }
@@ -87,22 +145,40 @@ func (l *limits) hold(held *int, n, max int) bool {
 	return true
 }
 
-// addResponse counts the bytes of a response that is sent even if the budget is used up.
-func (l *limits) addResponse(n int) {
+// holdResponse counts the bytes of a replay, unless the budget of replays or the share of its caller is used up. The caller has entered.
+func (l *limits) holdResponse(c *compiled, caller [8]byte, n int) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	own := l.perCaller[caller]
+	if n > 0 && (l.responseBytes+n > c.replayBudget() || own.responseBytes+n > c.responseShare()) {
+		return false
+	}
+	l.responseBytes += n
+	own.responseBytes += n
+	return true
+}
+
+// addResponse counts the bytes of a response that is sent even if the budget is used up. The caller has entered.
+func (l *limits) addResponse(caller [8]byte, n int) {
 	l.mu.Lock()
 	l.responseBytes += n
+	l.perCaller[caller].responseBytes += n
 	l.mu.Unlock()
 }
 
 // keyed is one request that has a key, or that lacks the key that it must have.
 type keyed struct {
 	*protected
-	w      http.ResponseWriter
-	r      *http.Request
-	echo   Field
-	record string
-	path   string
-	query  string
+	w    http.ResponseWriter
+	r    *http.Request
+	echo Field
+	// id is that of the record, as soon as hasID is true.
+	id    RecordID
+	hasID bool
+	// tag is the caller, for the limits.
+	tag   [8]byte
+	path  string
+	query string
 }
 
 const (
@@ -115,6 +191,8 @@ const (
 		"Send the same request with the same key later to get the response."
 	detailStoreFull = "The store takes no new keys at the moment: it is full, it cannot write, or too many earlier requests have no recorded end yet. " +
 		"Requests with keys that it already has may still be answered. Nothing was executed. Send the same request with the same key later."
+	detailSameRecord = "Nothing was executed. A sidecar of Oncegate in front of the service and the service itself use one store and one name of the service, " +
+		"so each waits for the other. The operator of the service has to leave the protection to one of them."
 	detailReusedMembers = "The key of this operation is built from members of its JSON body. Another request had the same " +
 		"members and differed in other parts. Nothing was executed. A request for another operation must differ in these members."
 )
@@ -182,6 +260,7 @@ func (p *protected) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // pass lets a request through without protection.
 func (p *protected) pass(w http.ResponseWriter, r *http.Request, status string) {
+	defer removeFiles(r)
 	passing := &passingWriter{ResponseWriter: w, status: status}
 	p.next.ServeHTTP(withInterfaces(passing, w), r)
 	if !passing.isHijacked {
@@ -189,9 +268,53 @@ func (p *protected) pass(w http.ResponseWriter, r *http.Request, status string) 
 	}
 }
 
+// removeFiles removes the files of uploads that a handler has read, as net/http does: that knows only its own request, and not a copy.
+func removeFiles(r *http.Request) {
+	if r.MultipartForm != nil {
+		r.MultipartForm.RemoveAll()
+	}
+}
+
 func (k *keyed) refuse(refusal *refusal) {
+	k.warnOf(refusal.condition.Name)
 	k.setEcho()
-	refusal.write(k.w, k.compiled, k.record)
+	isFromSidecar := k.r.Header.Get("Oncegate-Token") != "" || k.r.Header.Get("Oncegate-Record") != ""
+	if isFromSidecar && k.protected.sidecarSeen.CompareAndSwap(false, true) {
+		k.engine.log.Printf("oncegate: a request came from a sidecar of Oncegate (Oncegate-Record), and this middleware protects it again: " +
+			"use one of them. On one store with one service name, nothing is executed")
+	}
+	if (isFromSidecar || AttemptFrom(k.r.Context()) != nil) && nothingExecuted(refusal.condition.Name) {
+		// The sidecar in front, or an outer middleware, must not keep this as the response to the key. It removes the field.
+		k.w.Header().Set("Idempotency-Store", "release")
+	}
+	refusal.write(k.w, k.compiled, k.record())
+}
+
+// record is the identifier of the record as a text; "" if it is not known yet.
+func (k *keyed) record() string {
+	if !k.hasID {
+		return ""
+	}
+	return k.id.String()
+}
+
+// warnOf logs the refusals that someone has to do something about, at most once a minute each.
+func (k *keyed) warnOf(problem string) {
+	text := ""
+	switch problem {
+	case "scope-not-set":
+		text = "requests are refused (scope-not-set), because they have a credential other than Authorization, and Settings.Scope and Settings.Caller are not " +
+			"set: set one to what tells callers apart, such as required-cookie:NAME or required-header:NAME with a value that is the same in a retry"
+	case "host-differs":
+		text = "requests that came first to another host (name or port) are refused (host-differs): if clients reach this service under several names or " +
+			"ports, set Settings.Authority to ignore; if each host is a tenant, to scope"
+	case "outcome-unknown":
+		text = "it is not known if a request took effect, and its retries are refused (outcome-unknown): find out, and settle the record with " +
+			"`oncegate keys resolve` through a sidecar on this store, or with the methods of MemoryStore; record " + k.record()
+	}
+	if text != "" && k.engine.throttle.allow(problem, time.Minute) {
+		k.engine.log.Printf("oncegate: %s", text)
+	}
 }
 
 func (k *keyed) setEcho() {
@@ -271,10 +394,15 @@ func (k *keyed) serve() {
 			return
 		}
 	}
+	hadEnded := hasSeenEnd(k.r.Body)
 	body, held, bodyRefusal := k.readBody()
 	defer k.limits.hold(&k.limits.requestBytes, -held, 0)
 	if bodyRefusal != nil {
 		k.refuse(bodyRefusal)
+		return
+	}
+	if len(body) == 0 && k.wasBodyRead(hadEnded) {
+		k.refuse(refuse("request-incomplete").with(detailBodyWasRead))
 		return
 	}
 	decoded, coding := k.decode(body)
@@ -282,7 +410,7 @@ func (k *keyed) serve() {
 		natural, refusal := k.naturalKeyOf(decoded, coding)
 		if refusal != nil {
 			if refusal.condition.Name == "key-missing" && !k.profile.RequireKey {
-				k.protected.pass(k.w, k.withBody(k.r, body), "")
+				k.protected.pass(k.w, withBody(k.r, k.r.Context(), body), "")
 				return
 			}
 			k.refuse(refusal)
@@ -294,28 +422,51 @@ func (k *keyed) serve() {
 			return
 		}
 	}
-	scope := newKeyScope(k.engine.service, caller)
-	tag = scope.callerTag()
+	scope := k.engine.scopeOf(caller)
+	secret := k.engine.secret
+	tag = secret.callerTag(scope)
+	id, operation := k.locate(scope, key)
+	if outer := AttemptFrom(k.r.Context()); outer != nil && outer.permit.id == id && (outer.permit.engine == k.engine || isShared(k.engine.store)) {
+		// The middleware is there twice, and this request has the key already.
+		own := withBody(k.r, k.r.Context(), body)
+		defer removeFiles(own)
+		k.next.ServeHTTP(k.w, own)
+		return
+	}
+	isOfSidecar := k.r.Header.Get("Oncegate-Record") == id.String()
+	if isOfSidecar && k.engine.throttle.allow("sidecar", time.Minute) {
+		k.engine.log.Printf("oncegate: a sidecar in front has claimed the same records on the same store, so this service executes nothing: let one of the two " +
+			"protect a request, or give them different names of the service")
+	}
 	if !k.limits.enter(k.compiled, tag) {
 		k.refuse(refuse("overloaded").with(detailTooMany).after(1))
 		return
 	}
 	defer k.limits.leave(tag)
-	id, operation := k.locate(scope, key)
-	k.record = id.String()
-	keyTag := keyTag(key)
+	k.id, k.hasID, k.tag = id, true, tag
+	keyTag := secret.keyTag(key)
 	fingerprint := k.fingerprintOf(decoded, coding)
+	leave := k.engine.enter()
 	claimed, err := k.engine.claim(k.r.Context(), id, Claim{Fingerprint: fingerprint, CallerTag: tag, KeyTag: &keyTag, Operation: cutOperation(operation)}, k.policy)
+	if err == nil && claimed.Outcome == Execute {
+		defer leave()
+		k.execute(claimed.permit, body)
+		return
+	}
+	leave()
 	if err != nil {
 		k.claimFailed(err, body)
 		return
 	}
 	switch claimed.Outcome {
-	case Execute:
-		k.execute(claimed.permit, body)
 	case Replay:
 		k.replay(claimed.Response)
 	case InProgress:
+		if isOfSidecar {
+			// A retry would find the same.
+			k.refuse(refuse("store-unavailable").with(detailSameRecord).after(30))
+			return
+		}
 		k.refuse(refuse("request-in-progress").after(retryAfterSeconds(claimed.LeaseLeft, claimed.runningFor)))
 	case Mismatch:
 		k.refuse(k.mismatch(id, fingerprint))
@@ -345,22 +496,28 @@ func retryAfterSeconds(leaseLeft, runningFor time.Duration) int {
 func (k *keyed) claimFailed(err error, body []byte) {
 	kind := kindOf(err)
 	isFull := errors.Is(err, errFull)
+	opens := k.FailOpen && isOutOfReach(err)
+	// The guard of the id secret has said why.
+	if err != errBreakerOpen && err != errBreakerBroken && !errors.Is(err, ErrIDSecret) && (kind == RecordCorrupt || k.engine.throttle.allow(fmt.Sprint("claim ", kind), time.Second)) {
+		k.engine.log.Printf("%v (record %s)", err, k.record())
+	}
 	switch {
 	case kind == RecordCorrupt:
-		k.engine.log.Printf("%v (record %s)", err, k.record)
 		k.refuse(refuse("record-corrupt"))
 	case kind == ResponseSealed:
-		k.engine.log.Printf("%v (record %s)", err, k.record)
 		k.refuse(refuse("response-sealed").after(30))
-	case k.FailOpen && !isFull && (kind == StoreUnavailable || kind == StoreUnsent):
+	case opens && k.engine.owns(k.id):
+		// This process executes it, or has executed it.
+		k.refuse(refuse("request-in-progress").after(1))
+	case opens:
+		if k.engine.throttle.allow("failing open", time.Second) {
+			k.engine.log.Printf("oncegate: requests with a key are executed without protection, because the store is not available (FailOpen)")
+		}
 		k.setEcho()
-		k.protected.pass(k.w, k.withBody(k.r, body), "failed-open")
+		k.protected.pass(k.w, withBody(k.r, k.r.Context(), body), "failed-open")
 	case isFull:
 		k.refuse(refuse("store-unavailable").with(detailStoreFull).after(30))
 	default:
-		if kind != StoreUnsent {
-			k.engine.log.Printf("%v (record %s)", err, k.record)
-		}
 		k.refuse(refuse("store-unavailable").after(1))
 	}
 }
@@ -388,46 +545,38 @@ func (k *keyed) readBody() (body []byte, held int, _ *refusal) {
 	if k.r.Body == nil || k.r.Body == http.NoBody {
 		return nil, 0, nil
 	}
-	type result struct {
-		body    []byte
-		held    int
-		refusal *refusal
-	}
-	read := func() (got result) {
-		var buffer bytes.Buffer
-		for {
-			const piece = 32 << 10
-			n, err := io.CopyN(&buffer, k.r.Body, piece)
-			if !k.limits.hold(&k.limits.requestBytes, int(n), k.RequestBudget) {
-				got.refusal = refuse("overloaded").with(detailRequestBudget).after(1)
-				return got
-			}
-			got.held += int(n)
-			if buffer.Len() > k.MaxRequestBody {
-				got.refusal = refuse("request-too-large").with(fmt.Sprintf("%s At most %d bytes are accepted.",
-					refuse("request-too-large").condition.Detail, k.MaxRequestBody))
-				return got
-			}
-			if err == io.EOF {
-				got.body = buffer.Bytes()
-				return got
-			}
-			if err != nil {
-				got.refusal = refuse("request-incomplete")
-				return got
-			}
-		}
-	}
 	if k.r.ContentLength > int64(k.MaxRequestBody) {
-		return nil, 0, refuse("request-too-large").with(fmt.Sprintf("%s At most %d bytes are accepted.",
-			refuse("request-too-large").condition.Detail, k.MaxRequestBody))
+		return nil, 0, k.tooLarge(int64(k.MaxRequestBody))
 	}
-	done := make(chan result, 1)
-	go func() { done <- read() }()
+	done := make(chan bodyRead, 1)
+	go func() {
+		var got bodyRead
+		defer func() {
+			// A panic of the body's reader belongs to the goroutine of the request.
+			if got.isPanic = !got.isOver; got.isPanic {
+				got.panic, got.stack = recover(), debug.Stack()
+			}
+			done <- got
+		}()
+		k.readToEnd(&got)
+		got.isOver = true
+	}()
 	timer := time.NewTimer(k.BodyTimeout)
 	defer timer.Stop()
 	select {
 	case got := <-done:
+		if got.isPanic {
+			k.limits.hold(&k.limits.requestBytes, -got.held, 0)
+			if got.panic == nil {
+				// Its goroutine ended.
+				return nil, 0, refuse("request-incomplete")
+			}
+			panic(got.panic)
+		}
+		if got.refusal != nil && got.refusal.condition.Name == "overloaded" {
+			// Otherwise net/http sends the refusal only after the client has sent the rest of its body.
+			k.w.Header().Set("Connection", "close")
+		}
 		return got.body, got.held, got.refusal
 	case <-timer.C:
 		// The connection cannot be used again: the rest of the body may still come.
@@ -435,21 +584,103 @@ func (k *keyed) readBody() (body []byte, held int, _ *refusal) {
 		go func() {
 			got := <-done
 			k.limits.hold(&k.limits.requestBytes, -got.held, 0)
+			if got.panic != nil && got.panic != http.ErrAbortHandler {
+				log.Printf("oncegate: panic reading the body of a request that was refused before: %v\n%s", got.panic, got.stack)
+			}
 		}()
 		return nil, 0, refuse("request-incomplete")
 	}
 }
 
-// withBody is the request with the body that was read.
-func (k *keyed) withBody(r *http.Request, body []byte) *http.Request {
-	own := r.WithContext(r.Context())
-	own.Body = io.NopCloser(bytes.NewReader(body))
-	if len(body) == 0 {
-		own.Body = http.NoBody
+const detailBodyWasRead = "Another handler of the server has read the body before it could be compared. Nothing was executed."
+
+// wasBodyRead reports if a handler in front has read the body of which nothing was left: with an empty one, all requests would be the same. One
+// without a length (chunked, HTTP/2) may be empty. Behind an outer middleware, that has compared it.
+func (k *keyed) wasBodyRead(hadEnded bool) bool {
+	isForm := len(k.r.PostForm) > 0 || k.r.MultipartForm != nil
+	if !isForm && (k.r.ContentLength == 0 || k.r.ContentLength < 0 && !hadContent(k.r.Body, hadEnded)) || AttemptFrom(k.r.Context()) != nil {
+		return false
+	}
+	if k.engine.throttle.allow("body was read", time.Minute) {
+		k.engine.log.Printf("oncegate: requests are refused (request-incomplete), because a handler in front of the middleware has read their body, such as " +
+			"with FormValue: put the middleware in front of it, or let it set Request.Body to what it has read")
+	}
+	return true
+}
+
+// bodyRead is a body that was read, or the refusal if it could not be.
+type bodyRead struct {
+	body    []byte
+	held    int
+	refusal *refusal
+	// isPanic is true if the reader panicked, or ended its goroutine (nil).
+	isPanic, isOver bool
+	panic           interface{}
+	stack           []byte
+}
+
+// maxFirstBuffer bounds the buffer for a body of which nothing has arrived yet.
+const maxFirstBuffer = 2 << 10
+
+func (k *keyed) readToEnd(got *bodyRead) {
+	size := 512
+	if length := k.r.ContentLength; 0 < length && length < maxFirstBuffer {
+		// One more, to read the end.
+		size = int(length) + 1
+	}
+	buffer := make([]byte, 0, size)
+	for {
+		if len(buffer) == cap(buffer) {
+			buffer = append(buffer, 0)[:len(buffer)]
+		}
+		// Each part counts as soon as it is there: a slow client must not fill memory that no budget knows.
+		n, err := k.r.Body.Read(buffer[len(buffer):cap(buffer)])
+		buffer = buffer[:len(buffer)+n]
+		if !k.limits.hold(&k.limits.requestBytes, n, k.RequestBudget) {
+			got.refusal = refuse("overloaded").with(detailRequestBudget).after(1)
+			return
+		}
+		got.held += n
+		switch {
+		case len(buffer) > k.MaxRequestBody:
+			got.refusal = k.tooLarge(int64(k.MaxRequestBody))
+			return
+		case err == io.EOF:
+			got.body = buffer
+			return
+		case err != nil:
+			got.refusal = refuse("request-incomplete")
+			if limit := new(http.MaxBytesError); errors.As(err, &limit) {
+				// http.MaxBytesHandler in front.
+				got.refusal = k.tooLarge(limit.Limit)
+			}
+			return
+		}
+	}
+}
+
+func (k *keyed) tooLarge(max int64) *refusal {
+	refusal := refuse("request-too-large")
+	return refusal.with(fmt.Sprintf("%s At most %d bytes are accepted.", refusal.condition.Detail, max))
+}
+
+// withBody is the request with the body that was read, and with this context.
+func withBody(r *http.Request, ctx context.Context, body []byte) *http.Request {
+	own := r.WithContext(ctx)
+	own.Body = http.NoBody
+	if len(body) > 0 {
+		read := new(bodyReader)
+		read.Reset(body)
+		own.Body = read
 	}
 	own.ContentLength, own.TransferEncoding = int64(len(body)), nil
 	return own
 }
+
+// bodyReader reads a body that is in memory.
+type bodyReader struct{ bytes.Reader }
+
+func (*bodyReader) Close() error { return nil }
 
 // decode undoes the content coding of a body, so that the same body compressed twice is the same body. One that cannot be decoded stays as
 // it is, and its coding is returned. So does one whose result would be too large.
@@ -496,6 +727,7 @@ func (k *keyed) decode(body []byte) ([]byte, string) {
 }
 
 func (k *keyed) naturalKeyOf(body []byte, coding string) (string, *refusal) {
+	defer whileLarge(body)()
 	if coding != "" && len(body) > 0 {
 		return "", k.invalidKey(errUnreadable)
 	}
@@ -541,6 +773,20 @@ func mayBeJSON(contentType string, body []byte) bool {
 	return false
 }
 
+// largeBodies bounds the large bodies that are read as JSON or as a form at the same time: that takes many times their size, and more of them than
+// processors would not be faster.
+var largeBodies = make(chan struct{}, runtime.GOMAXPROCS(0))
+
+const largeBody = 64 << 10
+
+func whileLarge(body []byte) (leave func()) {
+	if len(body) < largeBody {
+		return func() {}
+	}
+	largeBodies <- struct{}{}
+	return func() { <-largeBodies }
+}
+
 // locate returns the identifier of the record, and the operation that operators see.
 func (k *keyed) locate(scope keyScope, key string) (RecordID, string) {
 	method, path := asciiUpper(k.r.Method), canonicalPath(k.path, k.ExactSlash)
@@ -550,37 +796,58 @@ func (k *keyed) locate(scope keyScope, key string) (RecordID, string) {
 	}
 	for _, name := range k.profile.KeyScopeHeader {
 		var values []string
-		lines(k.r.Header, func(own, value string) {
-			if own == asciiLower(name) || isOtherSpelling(own, name) {
-				values = append(values, value)
-			}
-		})
+		eachField(k.r.Header, func(own string) bool { return asciiLower(own) == asciiLower(name) || isOtherSpelling(own, name) },
+			func(_ string, own []string) { values = append(values, own...) })
 		operation = append(operation, asciiLower(name), strings.Join(values, ", "))
 	}
-	return scope.record(operation, key), method + " " + path
+	return k.engine.secret.record(scope.record(operation, key)), method + " " + path
 }
 
 func (k *keyed) fingerprintOf(body []byte, coding string) Fingerprint {
+	defer whileLarge(body)()
 	in := fingerprintInput{method: asciiUpper(k.r.Method), target: canonicalPath(k.path, k.ExactSlash) + k.query}
-	for _, name := range append(append([]string(nil), k.FingerprintHeaders...), k.profile.Fingerprint.Headers...) {
-		for _, value := range k.r.Header.Values(name) {
-			in.headers = append(in.headers, formPair{asciiLower(name), value})
+	for _, list := range [][]string{k.FingerprintHeaders, k.profile.Fingerprint.Headers} {
+		for _, name := range list {
+			for _, value := range k.r.Header.Values(name) {
+				in.headers = append(in.headers, formPair{asciiLower(name), value})
+			}
 		}
 	}
-	lines(k.r.Header, func(name, value string) {
-		if overrideFields[hyphenated(name)] {
-			in.headers = append(in.headers, formPair{name, value})
+	eachField(k.r.Header, isOverride, func(name string, values []string) {
+		for _, value := range values {
+			in.headers = append(in.headers, formPair{asciiLower(name), value})
 		}
 	})
 	if !k.comparesNothing {
 		in.contentType, in.coding, in.body = joinedLines(k.r.Header, "Content-Type"), coding, body
 	}
-	fingerprint := k.rules.fingerprint(in)
+	secret := k.engine.secret
+	fingerprint := secret.fingerprint(k.rules.fingerprint(in))
 	if k.Authority == "compare" {
-		fingerprint = fingerprint.withHost(authorityOf(k.r))
+		k.withHost(&fingerprint, authorityOf(k.r))
 	}
 	return fingerprint
 }
+
+// hostPart is the part of a fingerprint that a host makes.
+type hostPart struct {
+	host   string
+	digest [hostBytes]byte
+}
+
+// withHost puts the host into a fingerprint. Most requests have the host of the last one.
+func (p *protected) withHost(fingerprint *Fingerprint, host string) {
+	part := p.lastHost.Load()
+	if part == nil || part.host != host {
+		part = &hostPart{strings.Clone(host), hostDigest(p.engine.secret, host)}
+		if len(host) <= maxCachedHost {
+			p.lastHost.Store(part)
+		}
+	}
+	copy(fingerprint[len(fingerprint)-hostBytes:], part.digest[:])
+}
+
+const maxCachedHost = 256
 
 // execute runs the handler under a permit. The handler is not stopped when the client hangs up.
 func (k *keyed) execute(p *permit, body []byte) {
@@ -592,12 +859,16 @@ func (k *keyed) execute(p *permit, body []byte) {
 		}
 		return
 	}
-	run := &execution{keyed: k, permit: p, header: k.w.Header().Clone()}
-	if run.header == nil {
-		run.header = http.Header{}
+	run := &execution{keyed: k, permit: p, header: http.Header{}}
+	if header := k.w.Header(); len(header) > 0 {
+		run.header, run.outer = header.Clone(), header.Clone()
 	}
-	ctx := context.WithValue(detach(k.r.Context()), attemptKey{}, &Attempt{p})
-	request := k.withBody(k.r.WithContext(ctx), body)
+	own := withAttempt(k.r.Context(), p)
+	own.Context, run.cancel = context.WithCancel(own.Context)
+	run.over = own.Context.Done()
+	request := withBody(k.r, own, body)
+	defer removeFiles(request)
+	defer run.hasEnded()
 	// The handler has ended if it returns, panics, or ends its goroutine.
 	isReturned := false
 	defer func() {
@@ -605,8 +876,10 @@ func (k *keyed) execute(p *permit, body []byte) {
 			return
 		}
 		value := recover()
-		run.fail()
-		if value == http.ErrAbortHandler || run.isStreaming {
+		run.cancel()
+		// A proxy aborts a response that its backend has cut short.
+		run.fail(value != http.ErrAbortHandler || run.status == 0 || run.treatment == treatRelease)
+		if value == http.ErrAbortHandler || run.isStreaming && run.instead == nil {
 			panic(http.ErrAbortHandler)
 		}
 		if value == nil {
@@ -616,11 +889,15 @@ func (k *keyed) execute(p *permit, body []byte) {
 		if k.Panicked != nil {
 			k.Panicked(k.r, value, stack)
 		} else {
-			log.Printf("oncegate: panic serving record %s: %v\n%s", k.record, value, stack)
+			log.Printf("oncegate: panic serving record %s: %v\n%s", k.record(), value, stack)
 		}
 	}()
-	k.next.ServeHTTP(withInterfaces(run, k.w), request)
+	defer run.end()
+	k.next.ServeHTTP(withInterfaces(guardedWriter{run}, k.w), request)
+	run.endReturned()
 	isReturned = true
+	// As net/http does: what the handler left open, such as a transaction, ends.
+	run.cancel()
 	run.finish()
 }
 
@@ -637,21 +914,42 @@ const (
 // execution writes the response of a handler into memory, stores it, and then sends it.
 type execution struct {
 	*keyed
-	permit *permit
-	// header is what the handler sets; sent is what it was when the status was written.
-	header, sent http.Header
-	status       int
-	body         bytes.Buffer
-	directive    string
-	treatment    treatment
-	isStreaming  bool
-	isHijacked   bool
-	isSettled    bool
-	length       int64 // the Content-Length that the handler set, or -1
-	written      int64
+	// mu is held while the handler writes. isOver is true after it has returned, and isEmpty if it has written nothing by then.
+	mu      sync.Mutex
+	isOver  bool
+	isEmpty bool
+	permit  *permit
+	// cancel ends the context of the handler, and closes over. ended is made for a stream, and closed when the handler has ended.
+	cancel context.CancelFunc
+	over   <-chan struct{}
+	ended  chan struct{}
+	// header is what the handler sets; sent is what it was when the status was written. outer is what handlers in front had set before.
+	header, sent, outer http.Header
+	status              int
+	body                bytes.Buffer
+	directive           string
+	treatment           treatment
+	isStreaming         bool
+	isHijacked          bool
+	isSettled           bool
+	// instead is the answer to a success that did not take place, because the transaction of the handler was not committed.
+	instead *refusal
+	length  int64 // the Content-Length that the handler set, or -1
+	written int64
 }
 
-func (x *execution) Header() http.Header { return x.header }
+// end is called when the handler has returned or panicked: nothing it has left running changes the response any more.
+func (x *execution) end() {
+	x.mu.Lock()
+	x.isOver = true
+	x.mu.Unlock()
+}
+
+func (x *execution) endReturned() {
+	x.mu.Lock()
+	x.isOver, x.isEmpty = true, x.status == 0 && !x.isHijacked
+	x.mu.Unlock()
+}
 
 func (x *execution) WriteHeader(status int) {
 	if status < 100 || status > 999 {
@@ -671,8 +969,8 @@ func (x *execution) WriteHeader(status int) {
 	}
 	x.sent = x.header.Clone()
 	x.directive = takeDirective(x.sent)
-	x.sent.Del("Idempotency-Status")
-	x.sent.Del(x.marker.Name)
+	delete(x.sent, "Idempotency-Status")
+	delete(x.sent, x.marker.Name)
 	x.treatment = x.treat()
 	x.addFields("response", x.sent, false)
 	if x.treatment == treatReplay && status >= 500 {
@@ -686,6 +984,10 @@ func (x *execution) WriteHeader(status int) {
 
 // takeDirective removes the field Idempotency-Store, and returns its word. Contradictions are ignored.
 func takeDirective(header http.Header) string {
+	if len(header["Idempotency-Store"]) == 0 {
+		delete(header, "Idempotency-Store")
+		return ""
+	}
 	word := ""
 	for i, line := range header.Values("Idempotency-Store") {
 		own := asciiLower(trimASCII(line))
@@ -756,9 +1058,6 @@ func (x *execution) Write(data []byte) (int, error) {
 		return 0, http.ErrHijacked
 	}
 	if x.status == 0 {
-		if len(x.header["Content-Type"]) == 0 && len(data) > 0 {
-			x.sniff(data)
-		}
 		x.WriteHeader(http.StatusOK)
 	}
 	if !bodyAllowed(x.status) {
@@ -768,11 +1067,11 @@ func (x *execution) Write(data []byte) (int, error) {
 		return 0, http.ErrContentLength
 	}
 	x.written += int64(len(data))
+	if x.isStreaming && x.instead != nil {
+		return len(data), nil
+	}
 	if x.isStreaming {
 		return x.w.Write(data)
-	}
-	if x.body.Len() == 0 && len(data) > 0 {
-		x.sniffSent(data)
 	}
 	x.body.Write(data)
 	if x.body.Len() > x.MaxResponseBody {
@@ -785,30 +1084,27 @@ func (x *execution) Write(data []byte) (int, error) {
 	return len(data), nil
 }
 
-// sniff sets the media type as net/http does, so that the record has it, too.
-func (x *execution) sniff(data []byte) {
-	if _, isSet := x.header["Content-Type"]; !isSet && x.header.Get("Content-Encoding") == "" {
-		x.header.Set("Content-Type", http.DetectContentType(data))
+// sniff sets the media type as net/http does, so that the record has it, too. A coding that a handler in front has announced is not that of this body.
+func (x *execution) sniff() {
+	_, isSet := x.sent["Content-Type"]
+	if coding := x.sent.Get("Content-Encoding"); !isSet && x.body.Len() > 0 && (coding == "" || coding == x.outer.Get("Content-Encoding")) {
+		x.sent.Set("Content-Type", http.DetectContentType(x.body.Bytes()))
 	}
 }
 
-func (x *execution) sniffSent(data []byte) {
-	if _, isSet := x.sent["Content-Type"]; !isSet && x.sent.Get("Content-Encoding") == "" {
-		x.sent.Set("Content-Type", http.DetectContentType(data))
+// readerFrom is what a stream may be copied to without a buffer, or nil.
+func (x *execution) readerFrom() io.ReaderFrom {
+	if from, ok := x.w.(io.ReaderFrom); ok && x.isStreaming && x.instead == nil && x.length < 0 {
+		return from
 	}
-}
-
-// ReadFrom implements io.ReaderFrom.
-func (x *execution) ReadFrom(source io.Reader) (int64, error) {
-	if from, ok := x.w.(io.ReaderFrom); ok && x.isStreaming && x.length < 0 {
-		n, err := from.ReadFrom(source)
-		x.written += n
-		return n, err
-	}
-	return io.Copy(struct{ io.Writer }{x}, source)
+	return nil
 }
 
 func (x *execution) sendBody() error {
+	if x.instead != nil {
+		x.body.Reset()
+		return nil
+	}
 	_, err := x.w.Write(x.body.Bytes())
 	x.body.Reset()
 	return err
@@ -821,11 +1117,46 @@ func (x *execution) stream() {
 		return
 	}
 	status := ""
+	x.sniff()
 	if x.treatment == treatTombstone {
 		status = x.settle()
 	}
 	x.isStreaming = true
-	x.sendHeader(status)
+	if x.instead != nil {
+		// Nothing of the success is sent.
+		x.refuse(x.instead)
+	} else {
+		x.sendHeader(status)
+	}
+	if x.treatment == treatTombstone {
+		x.ended = make(chan struct{})
+		go x.endWithClient()
+	}
+}
+
+// streamGrace is the time that the handler of a stream has after its client has gone.
+var streamGrace = time.Minute
+
+// endWithClient ends the context of a stream's handler some time after its client has gone. The stream may have no other end.
+func (x *execution) endWithClient() {
+	select {
+	case <-x.ended:
+		return
+	case <-x.r.Context().Done():
+	}
+	timer := time.NewTimer(streamGrace)
+	defer timer.Stop()
+	select {
+	case <-x.ended:
+	case <-timer.C:
+		x.cancel()
+	}
+}
+
+func (x *execution) hasEnded() {
+	if x.ended != nil {
+		close(x.ended)
+	}
 }
 
 // sendHeader sends the status and the fields of the handler.
@@ -850,18 +1181,54 @@ func (x *execution) settle() string {
 		return ""
 	}
 	x.isSettled = true
+	end := x.conclude()
+	isResult := x.status < 400 && (x.treatment == treatReplay || x.treatment == treatTombstone)
+	switch {
+	case !isResult:
+	case end == settleRolledBack:
+		x.instead = refuse("handler-failed")
+	case end == settleLeft:
+		// Its transaction is still open.
+		x.instead = refuse("request-in-progress").after(1)
+	}
+	return end.status()
+}
+
+// conclude ends the record as the treatment says.
+func (x *execution) conclude() settleOutcome {
+	if x.status >= 500 && x.treatment == treatReplay && x.permit.isInTransaction() {
+		// If the transaction was committed, the error is no result to keep.
+		x.treatment = treatRelease
+	}
 	switch x.treatment {
 	case treatRelease:
-		return x.permit.release().status()
+		return x.permit.release()
 	case treatUnknown:
-		return x.permit.complete(OutcomeUnknown, nil).status()
+		return x.permit.doubt()
 	case treatReplay:
-		response := StoredResponse{Status: x.status, Headers: keptOf(x.sent, x.stored), Trailers: x.trailers(), Body: x.body.Bytes()}
+		response := StoredResponse{Status: x.status, Headers: keptOf(x.ofHandler(), x.stored), Trailers: x.trailers(), Body: x.body.Bytes()}
 		if encoded, err := response.Encode(); err == nil {
-			return x.permit.complete(Completed, encoded).status()
+			return x.permit.complete(Completed, encoded)
 		}
 	}
-	return x.permit.complete(Tombstone, nil).status()
+	return x.permit.complete(Tombstone, nil)
+}
+
+// bodyFields describe the bytes of the body.
+var bodyFields = [...]string{"Content-Encoding", "Content-Length", "Etag"}
+
+// ofHandler are the fields that were sent, without those that describe what a handler in front makes of the body, such as the coding of one
+// that compresses: it does that for a replay as its request wants it.
+func (x *execution) ofHandler() http.Header {
+	own := x.sent
+	for _, name := range bodyFields {
+		if outer := x.outer[name]; len(outer) > 0 && strings.Join(outer, ",") == strings.Join(own[name], ",") {
+			if own = own.Clone(); own != nil {
+				delete(own, name)
+			}
+		}
+	}
+	return own
 }
 
 // trailers are the trailer fields that are kept.
@@ -889,40 +1256,69 @@ func (x *execution) trailers() (kept []Field) {
 
 // finish ends the record and sends the response, when the handler has returned.
 func (x *execution) finish() {
-	if x.isHijacked {
+	if x.isHijacked || x.isStreaming && x.instead != nil {
 		return
 	}
 	if x.status == 0 {
 		x.WriteHeader(http.StatusOK)
 	}
 	if x.length >= 0 && x.written < x.length && bodyAllowed(x.status) && x.r.Method != http.MethodHead {
-		// Half of the response would look like the whole.
-		x.fail()
+		// Half of the response would look like the whole. Its handler has returned, so only what its status says frees the key.
+		x.fail(x.treatment == treatRelease)
 		if x.isStreaming {
 			panic(http.ErrAbortHandler)
 		}
 		return
+	}
+	if !x.isStreaming {
+		x.sniff()
 	}
 	status := x.settle()
 	if x.isStreaming {
 		x.sendTrailers()
 		return
 	}
-	x.limits.addResponse(x.body.Len())
-	defer x.limits.addResponse(-x.body.Len())
-	hasTrailers := len(x.sent["Trailer"]) > 0
-	for name := range x.header {
-		hasTrailers = hasTrailers || strings.HasPrefix(name, http.TrailerPrefix)
+	if x.instead != nil {
+		x.refuse(x.instead)
+		return
 	}
-	if bodyAllowed(x.status) && !hasTrailers && x.length < 0 {
-		x.sent.Set("Content-Length", strconv.Itoa(x.body.Len()))
-	}
+	x.limits.addResponse(x.tag, x.body.Len())
+	defer x.limits.addResponse(x.tag, -x.body.Len())
 	if _, isSet := x.sent["Content-Type"]; !isSet {
 		x.sent["Content-Type"] = nil
 	}
+	x.announceTrailers()
 	x.sendHeader(status)
-	x.w.Write(x.body.Bytes())
+	x.writeBody(x.body.Bytes())
 	x.sendTrailers()
+}
+
+// announceTrailers announces the trailer fields that the handler has not: without that, HTTP/1.1 has them only after a flush.
+func (x *execution) announceTrailers() {
+	isAnnounced := map[string]bool(nil)
+	for name, values := range x.header {
+		own := http.CanonicalHeaderKey(strings.TrimPrefix(name, http.TrailerPrefix))
+		if !strings.HasPrefix(name, http.TrailerPrefix) {
+			continue
+		}
+		if isAnnounced == nil {
+			isAnnounced = map[string]bool{}
+			for _, line := range x.sent.Values("Trailer") {
+				for _, other := range strings.Split(line, ",") {
+					isAnnounced[http.CanonicalHeaderKey(trimASCII(other))] = true
+				}
+			}
+		}
+		delete(x.header, name)
+		if isAnnounced[own] {
+			// net/http sends both, too.
+			x.header[own] = append(values[:len(values):len(values)], x.header[own]...)
+			continue
+		}
+		isAnnounced[own] = true
+		x.sent.Add("Trailer", own)
+		x.header[own] = values
+	}
 }
 
 // sendTrailers copies fields that the handler has set after its status.
@@ -942,21 +1338,34 @@ func (x *execution) sendTrailers() {
 	}
 }
 
-// fail ends an attempt whose handler ended without a response, so that its effect is unknown.
-func (x *execution) fail() {
+// fail ends an attempt whose handler ended without a response, so that its effect is unknown. mayFree says that ServerErrors counts.
+func (x *execution) fail(mayFree bool) {
 	refusal := refuse("outcome-unknown")
 	if !x.isSettled {
 		x.isSettled = true
-		if x.profile.ServerErrors == "release" {
-			refusal = refuse("handler-failed")
-			x.permit.release()
+		if mayFree && x.profile.ServerErrors == "release" || x.permit.isInTransaction() {
+			refusal = x.refusalAfter(x.permit.release())
 		} else {
-			x.permit.complete(OutcomeUnknown, nil)
+			x.permit.fail()
 		}
 	}
 	if !x.isStreaming && !x.isHijacked {
 		x.refuse(refusal)
 	}
+}
+
+// refusalAfter tells the client of a handler that has failed what became of its key.
+func (x *execution) refusalAfter(end settleOutcome) *refusal {
+	switch {
+	case end == settleLeft || end == settleFenced:
+		// The key stays claimed, or another attempt owns the record: a retry gets the outcome.
+		return refuse("request-in-progress").after(1)
+	case !x.permit.isInTransaction() || end == settleRolledBack:
+		return refuse("handler-failed")
+	case end == settleDone:
+		return refuse("replay-unavailable")
+	}
+	return refuse("request-in-progress").after(1)
 }
 
 func (k *keyed) replay(encoded []byte) {
@@ -969,11 +1378,11 @@ func (k *keyed) replay(encoded []byte) {
 		k.refuse(refuse("response-sealed").after(30))
 		return
 	}
-	if !k.limits.hold(&k.limits.responseBytes, len(stored.Body), k.ResponseBudget) {
+	if !k.limits.holdResponse(k.compiled, k.tag, len(stored.Body)) {
 		k.refuse(refuse("overloaded").with(detailResponseBudget).after(1))
 		return
 	}
-	defer k.limits.addResponse(-len(stored.Body))
+	defer k.limits.addResponse(k.tag, -len(stored.Body))
 	header := k.w.Header()
 	restore(stored.Headers, header)
 	if _, isSet := header["Content-Type"]; !isSet {
@@ -991,14 +1400,47 @@ func (k *keyed) replay(encoded []byte) {
 	for name := range trailers {
 		header.Add("Trailer", name)
 	}
-	if len(trailers) == 0 && bodyAllowed(stored.Status) {
-		header.Set("Content-Length", strconv.Itoa(len(stored.Body)))
-	}
 	k.w.WriteHeader(stored.Status)
 	if bodyAllowed(stored.Status) {
-		k.w.Write(stored.Body)
+		k.writeBody(stored.Body)
 	}
 	for name, values := range trailers {
 		header[name] = values
 	}
+}
+
+// writePart is the part of a response that a client has WriteTimeout to take.
+const writePart = 64 << 10
+
+// writeBody sends a body that is in memory. A client that takes no part of it in WriteTimeout loses its connection, or with HTTP/2 this response.
+// If the server has a limit of its own, that decides.
+func (k *keyed) writeBody(body []byte) {
+	writer, isBounded := inside[interface{ SetWriteDeadline(time.Time) error }](k.w)
+	if server, ok := k.r.Context().Value(http.ServerContextKey).(*http.Server); ok && server.WriteTimeout > 0 {
+		isBounded = false
+	}
+	if !isBounded || k.WriteTimeout < 0 {
+		k.w.Write(body)
+		return
+	}
+	if len(body) == 0 {
+		return
+	}
+	for len(body) > 0 {
+		part := body
+		if len(part) > writePart {
+			part = part[:writePart]
+		}
+		if writer.SetWriteDeadline(time.Now().Add(k.WriteTimeout)) != nil {
+			// This server has no deadlines.
+			k.w.Write(body)
+			return
+		}
+		if _, err := k.w.Write(part); err != nil {
+			return
+		}
+		body = body[len(part):]
+	}
+	// The connection may be used again.
+	writer.SetWriteDeadline(time.Time{})
 }

@@ -6,8 +6,10 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"reflect"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 )
 
@@ -24,6 +26,17 @@ type RedisClient[Reply RedisReply] interface {
 
 // RedisStore keeps records in Redis 7 or Valkey 7.2 and later (contract version 1).
 type RedisStore struct {
+	// IsCluster says that the records are on several nodes, so that the failure of one must not refuse the keys of the others. NewRedisStore
+	// sets it for the ClusterClient of go-redis. Set it for another client of a Cluster before the store is used.
+	IsCluster bool
+	// AllowEviction accepts servers with a maxmemory-policy other than noeviction: they forget records when memory is used up, and a retry
+	// of a forgotten key executes again. Set it before the store is used.
+	AllowEviction bool
+
+	// resends is true if the client sends a command again by itself. What it has sent before may arrive later.
+	resends bool
+	// kept says for each part of the slots if their server is known to evict nothing. A single server has all slots.
+	kept          [clusterGroups]atomic.Bool
 	evalSha, eval func(ctx context.Context, script string, keys []string, args ...interface{}) (interface{}, error)
 }
 
@@ -31,7 +44,8 @@ type RedisStore struct {
 //
 //	store, err := oncegate.NewRedisStore[*redis.Cmd](client)
 //
-// Use a server that keeps what it acknowledged (appendonly yes, maxmemory-policy noeviction): a lost record executes again.
+// All processes use the same server, database or Cluster. Use a server that keeps what it acknowledged (appendonly yes): a lost record
+// executes again. A server that evicts records (maxmemory-policy) is refused at the first claim.
 func NewRedisStore[Reply RedisReply](client RedisClient[Reply]) (*RedisStore, error) {
 	for name, script := range theContract().Redis {
 		digest := sha1.Sum([]byte(script.Text))
@@ -39,7 +53,11 @@ func NewRedisStore[Reply RedisReply](client RedisClient[Reply]) (*RedisStore, er
 			return nil, fmt.Errorf("oncegate: the script %s of this library is damaged; install the library again", name)
 		}
 	}
+	// Only a client of a Cluster looks for the master of a key.
+	_, isCluster := reflect.TypeOf(client).MethodByName("MasterForKey")
 	return &RedisStore{
+		IsCluster: isCluster,
+		resends:   isCluster || retriesOf(client) > 0,
 		evalSha: func(ctx context.Context, digest string, keys []string, args ...interface{}) (interface{}, error) {
 			return client.EvalSha(ctx, digest, keys, args...).Result()
 		},
@@ -47,6 +65,24 @@ func NewRedisStore[Reply RedisReply](client RedisClient[Reply]) (*RedisStore, er
 			return client.Eval(ctx, text, keys, args...).Result()
 		},
 	}, nil
+}
+
+// retriesOf is Options().MaxRetries of a client, as go-redis has it.
+func retriesOf(client interface{}) (retries int64) {
+	// A client that is nil fails at its first command.
+	defer func() { recover() }()
+	options := reflect.ValueOf(client).MethodByName("Options")
+	if !options.IsValid() || options.Type().NumIn() != 0 || options.Type().NumOut() != 1 {
+		return 0
+	}
+	own := reflect.Indirect(options.Call(nil)[0])
+	if own.Kind() != reflect.Struct {
+		return 0
+	}
+	if field := own.FieldByName("MaxRetries"); field.IsValid() && field.CanInt() {
+		return field.Int()
+	}
+	return 0
 }
 
 // redisReply are the parts of a reply: a word, the server's time, and what the page of the contract says.
@@ -79,22 +115,13 @@ func (r redisReply) number(at int) int64 {
 
 func (s *RedisStore) call(ctx context.Context, name string, id RecordID, args ...interface{}) (redisReply, error) {
 	script := theContract().Redis[name]
-	keys := []string{"oncegate:{" + id.String() + "}"}
+	keys := redisKeys(id)
 	value, err := s.evalSha(ctx, script.SHA1, keys, args...)
 	if err != nil && strings.HasPrefix(err.Error(), "NOSCRIPT") {
 		value, err = s.eval(ctx, script.Text, keys, args...)
 	}
 	if err != nil {
-		kind := StoreUnavailable
-		switch text := err.Error(); {
-		case strings.HasPrefix(text, "CORRUPT"), strings.HasPrefix(text, "WRONGTYPE"):
-			kind = RecordCorrupt
-		case strings.HasPrefix(text, "INVALID"), strings.HasPrefix(text, "NOPERM"), strings.HasPrefix(text, "NOAUTH"):
-			kind = StoreMisused
-		case isUnsent(err):
-			kind = StoreUnsent
-		}
-		return nil, &StoreError{kind, name, err}
+		return nil, redisError(name, err)
 	}
 	parts, ok := value.([]interface{})
 	if !ok || len(parts) < 2 {
@@ -103,8 +130,139 @@ func (s *RedisStore) call(ctx context.Context, name string, id RecordID, args ..
 	return parts, nil
 }
 
+func redisKeys(id RecordID) []string { return []string{"oncegate:{" + id.String() + "}"} }
+
+// Check reports if the server evicts records when its memory is used up. Call it at the start. The first claim does so, too, on a Cluster
+// that of each part of the slots: nothing is executed until it has succeeded once. A server that does not tell its policy passes.
+func (s *RedisStore) Check(ctx context.Context) error { return s.check(ctx, RecordID{}) }
+
+func (s *RedisStore) check(ctx context.Context, id RecordID) error {
+	part := 0
+	if s.IsCluster {
+		part = id.slot() / (redisSlots / clusterGroups)
+	}
+	if s.AllowEviction || s.kept[part].Load() {
+		return nil
+	}
+	value, err := s.eval(ctx, "return redis.call('INFO', 'memory'):match('maxmemory_policy:([%w-]+)') or ''", redisKeys(id))
+	if err != nil && !hasAnyPrefix(err.Error(), "NOPERM", "ERR ") || isAtItsLimit(err) {
+		return redisError("check", err)
+	}
+	if policy := (redisReply{value}).text(0); err == nil && policy != "" && policy != "noeviction" {
+		return &StoreError{StoreMisused, "check", fmt.Errorf("Redis evicts records (maxmemory-policy %s), and a retry of an evicted key would "+
+			"execute again: set it to noeviction, or set AllowEviction of the RedisStore", policy)}
+	}
+	// Other errors may be those of a moment.
+	if err == nil || hidesPolicy(err.Error()) {
+		s.kept[part].Store(true)
+	}
+	return nil
+}
+
+// hidesPolicy reports if a server will never tell its policy: it refuses INFO to this user, or in scripts.
+func hidesPolicy(text string) bool {
+	return strings.HasPrefix(text, "NOPERM") || strings.HasPrefix(text, "ERR ") && (strings.Contains(text, "script") || strings.Contains(text, "ACL"))
+}
+
+// isAtItsLimit reports if the server accepts no more connections.
+func isAtItsLimit(err error) bool {
+	return err != nil && strings.HasPrefix(err.Error(), "ERR max number of clients")
+}
+
+func redisError(doing string, err error) error {
+	kind := StoreUnavailable
+	switch text := err.Error(); {
+	case strings.HasPrefix(text, "CORRUPT"), strings.HasPrefix(text, "WRONGTYPE"):
+		kind = RecordCorrupt
+	case hasAnyPrefix(text, "INVALID", "NOPERM", "NOAUTH", "WRONGPASS"):
+		kind = StoreMisused
+	case hasAnyPrefix(text, "OOM", "MISCONF", "NOREPLICAS", "READONLY"):
+		// The server takes no writes.
+		kind, err = StoreUnsent, fullError{err}
+	case hasAnyPrefix(text, "redis: connection pool timeout"):
+		// Of go-redis.
+		kind, err = StoreUnsent, fmt.Errorf("%w: %v", errPoolBusy, err)
+	case hasAnyPrefix(text, "BUSY "):
+		// Another script runs.
+		kind, err = StoreUnsent, refusedError{err}
+	case hasAnyPrefix(text, "redigo: connection pool exhausted"):
+		kind, err = StoreUnsent, fmt.Errorf("%w: %v", errPoolBusy, err)
+	case isUnsent(err):
+		kind = StoreUnsent
+	case hasAnyPrefix(text, "CLUSTERDOWN", "MASTERDOWN", "LOADING", "TRYAGAIN", "MOVED", "ASK"):
+		// The script has not run.
+		kind, err = StoreUnsent, refusedError{err}
+	case isAnswer(text), text == "redis: client is closed":
+		err = refusedError{err}
+	}
+	return &StoreError{kind, doing, err}
+}
+
+// isAnswer reports if an error is one that a server of Redis sends: its first word is in capitals. Those of clients and networks are not.
+func isAnswer(text string) bool {
+	word, _, hasMore := strings.Cut(text, " ")
+	for _, c := range word {
+		if c < 'A' || c > 'Z' {
+			return false
+		}
+	}
+	return hasMore && len(word) > 1 && word != "EOF"
+}
+
+func hasAnyPrefix(text string, prefixes ...string) bool {
+	for _, prefix := range prefixes {
+		if strings.HasPrefix(text, prefix) {
+			return true
+		}
+	}
+	return false
+}
+
+// fullError is errFull with the words of the server.
+type fullError struct{ error }
+
+func (e fullError) Error() string {
+	return "it takes no new keys, because it is full or cannot write: " + e.error.Error()
+}
+
+func (e fullError) Is(target error) bool { return target == errFull }
+
+func (e fullError) Unwrap() error { return e.error }
+
+// refusedError is the error of a server that was reached and works.
+type refusedError struct{ error }
+
+func (e refusedError) Unwrap() error { return e.error }
+
+const redisSlots = 16384
+
+// slot is the part of a Cluster that has the record.
+func (id RecordID) slot() int {
+	crc := uint16(0)
+	// Only the part of the key that is in braces counts.
+	for _, c := range []byte(id.String()) {
+		crc ^= uint16(c) << 8
+		for i := 0; i < 8; i++ {
+			if carry := crc&0x8000 != 0; carry {
+				crc = crc<<1 ^ 0x1021
+			} else {
+				crc <<= 1
+			}
+		}
+	}
+	return int(crc) % redisSlots
+}
+
 // Claim implements Store.
 func (s *RedisStore) Claim(ctx context.Context, id RecordID, claim Claim) (ClaimReply, error) {
+	if err := s.check(ctx, id); err != nil {
+		var own *StoreError
+		if errors.As(err, &own) && own.Kind == StoreUnavailable {
+			// The claim was not sent.
+			own.Kind = StoreUnsent
+		}
+		return ClaimReply{}, err
+	}
 	tag := ""
 	if claim.KeyTag != nil {
 		tag = string(claim.KeyTag[:])
@@ -167,8 +325,27 @@ func (s *RedisStore) Release(ctx context.Context, id RecordID, token uint64, ret
 // Lookup implements Store.
 func (s *RedisStore) Lookup(ctx context.Context, id RecordID) (*RecordInfo, error) {
 	reply, err := s.call(ctx, "lookup", id, "head")
-	if err != nil || reply.text(0) == "absent" {
+	if err != nil {
 		return nil, err
+	}
+	info, _ := reply.record()
+	return info, nil
+}
+
+// read implements recordReader. A server without memory still runs this script.
+func (s *RedisStore) read(ctx context.Context, id RecordID) (*RecordInfo, []byte, error) {
+	reply, err := s.call(ctx, "lookup", id)
+	if err != nil {
+		return nil, nil, err
+	}
+	info, response := reply.record()
+	return info, response, nil
+}
+
+// record is the record and its response in the reply of a lookup; nil if there is none.
+func (reply redisReply) record() (_ *RecordInfo, response []byte) {
+	if reply.text(0) == "absent" {
+		return nil, nil
 	}
 	var info RecordInfo
 	for at := 2; at+1 < len(reply); at += 2 {
@@ -181,7 +358,15 @@ func (s *RedisStore) Lookup(ctx context.Context, id RecordID) (*RecordInfo, erro
 			info.Token = uint64(reply.number(at + 1))
 		case "attempt":
 			copy(info.Attempt[:], value)
+		case "operation":
+			info.Operation = value
+		case "lease_until":
+			info.LeaseUntil = time.UnixMilli(reply.number(at + 1))
+		case "expires_at":
+			info.ExpiresAt = time.UnixMilli(reply.number(at + 1))
+		case "response":
+			response = []byte(value)
 		}
 	}
-	return &info, nil
+	return &info, response
 }

@@ -33,11 +33,12 @@ var rejections = setOf("key-missing", "key-invalid", "key-expired", "key-unsuppo
 // write sends the refusal in the shape of the profile.
 func (r *refusal) write(w http.ResponseWriter, s *compiled, record string) {
 	name, status := r.condition.Name, r.status
-	row, all := s.profile.words(name), s.profile.words("")
+	form := s.refusals
+	row, all := form.rows[name], form.all
 	if status == 0 {
 		status = firstInt(row.Status, all.Status, r.condition.Status)
 	}
-	class := s.profile.words(strconv.Itoa(status/100) + "xx")
+	class := form.rows[strconv.Itoa(status/100)+"xx"]
 	detail := r.detail
 	switch {
 	case detail != "" && name == "key-invalid":
@@ -48,9 +49,8 @@ func (r *refusal) write(w http.ResponseWriter, s *compiled, record string) {
 	case detail == "":
 		detail = r.condition.Detail
 	}
-	mediaType := s.profile.refusalText("media-type")
 	escape := func(text string) string { return text }
-	if strings.Contains(mediaType, "json") {
+	if strings.Contains(form.mediaType, "json") {
 		escape = func(text string) string {
 			quoted := quotedJSON(text)
 			return string(quoted[1 : len(quoted)-1])
@@ -68,14 +68,33 @@ func (r *refusal) write(w http.ResponseWriter, s *compiled, record string) {
 		// The name that the other libraries use.
 		reason = "Payload Too Large"
 	}
-	body := strings.NewReplacer(
-		"{type}", escape(s.problemBase+name), "{title}", escape(r.condition.Title), "{status}", strconv.Itoa(status), "{detail}", escape(detail),
-		"{retry}", r.condition.Retry, "{slug}", name, "{instance}", instance, "{reason}", escape(reason),
-		"{code}", escape(firstText(row.Code, class.Code, all.Code, strings.ReplaceAll(name, "-", "_"))),
-		"{kind}", escape(firstText(row.Kind, class.Kind, all.Kind, "api_error")),
-	).Replace(s.profile.refusalText("body"))
+	body := fill(form.body, func(place string) (string, bool) {
+		switch place {
+		case "type":
+			return escape(s.problemBase + name), true
+		case "title":
+			return escape(r.condition.Title), true
+		case "status":
+			return strconv.Itoa(status), true
+		case "detail":
+			return escape(detail), true
+		case "retry":
+			return r.condition.Retry, true
+		case "slug":
+			return name, true
+		case "instance":
+			return instance, true
+		case "reason":
+			return escape(reason), true
+		case "code":
+			return escape(firstText(row.Code, class.Code, all.Code, strings.ReplaceAll(name, "-", "_"))), true
+		case "kind":
+			return escape(firstText(row.Kind, class.Kind, all.Kind, "api_error")), true
+		}
+		return "", false
+	})
 	header := w.Header()
-	header.Set("Content-Type", mediaType)
+	header.Set("Content-Type", form.mediaType)
 	header.Set("Content-Language", "en")
 	header.Set("Cache-Control", "no-store")
 	header.Set("Content-Length", strconv.Itoa(len(body)))

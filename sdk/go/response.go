@@ -37,13 +37,14 @@ func (r *StoredResponse) Encode() ([]byte, error) {
 	if len(r.Headers) > maxHeaderFields || len(r.Trailers) > maxHeaderFields {
 		return nil, fmt.Errorf("oncegate: the response has more than %d header or trailer fields", maxHeaderFields)
 	}
-	fields := append(append([]Field(nil), r.Headers...), r.Trailers...)
 	size := 7 + len(r.Body)
-	for _, field := range fields {
-		if len(field.Name) > 0xffff || !isASCII(field.Name) {
-			return nil, errors.New("oncegate: the response has a field name that is too long or not ASCII")
+	for _, fields := range [...][]Field{r.Headers, r.Trailers} {
+		for _, field := range fields {
+			if len(field.Name) > 0xffff || !isASCII(field.Name) {
+				return nil, errors.New("oncegate: the response has a field name that is too long or not ASCII")
+			}
+			size += 6 + len(field.Name) + len(field.Value)
 		}
-		size += 6 + len(field.Name) + len(field.Value)
 	}
 	if size > maxResponseBytes {
 		return nil, fmt.Errorf("oncegate: the response is larger than %d bytes", maxResponseBytes)
@@ -53,11 +54,13 @@ func (r *StoredResponse) Encode() ([]byte, error) {
 	out = binary.BigEndian.AppendUint16(out, uint16(r.Status))
 	out = binary.BigEndian.AppendUint16(out, uint16(len(r.Headers)))
 	out = binary.BigEndian.AppendUint16(out, uint16(len(r.Trailers)))
-	for _, field := range fields {
-		out = binary.BigEndian.AppendUint16(out, uint16(len(field.Name)))
-		out = binary.BigEndian.AppendUint32(out, uint32(len(field.Value)))
-		out = append(out, field.Name...)
-		out = append(out, field.Value...)
+	for _, fields := range [...][]Field{r.Headers, r.Trailers} {
+		for _, field := range fields {
+			out = binary.BigEndian.AppendUint16(out, uint16(len(field.Name)))
+			out = binary.BigEndian.AppendUint32(out, uint32(len(field.Value)))
+			out = append(out, field.Name...)
+			out = append(out, field.Value...)
+		}
 	}
 	return append(out, r.Body...), nil
 }
@@ -102,7 +105,7 @@ func DecodeResponse(encoded []byte) (*StoredResponse, error) {
 	return r, nil
 }
 
-func isASCII(text string) bool {
+func isASCII[Text string | []byte](text Text) bool {
 	for i := 0; i < len(text); i++ {
 		if text[i] >= 0x80 {
 			return false

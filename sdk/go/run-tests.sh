@@ -3,25 +3,13 @@
 set -eu
 cd "$(dirname "$0")"
 
-missing=""
-command -v go >/dev/null || missing="$missing golang-go"
-command -v gcc >/dev/null || missing="$missing gcc libc6-dev"
-command -v redis-server >/dev/null || missing="$missing redis-server"
-command -v curl >/dev/null || missing="$missing curl"
-command -v pgrep >/dev/null || missing="$missing procps"
-[ -d /usr/share/gocode/src/github.com/lib/pq ] || missing="$missing golang-github-lib-pq-dev"
-[ -x /usr/lib/postgresql/15/bin/initdb ] || missing="$missing postgresql-15"
-if [ -n "$missing" ]; then
-	apt-get update -qq
-	# shellcheck disable=SC2086
-	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
-fi
+./prepare.sh
 
 # No module is fetched: everything is here.
 export GOFLAGS=-mod=mod GOPROXY=off GONOSUMDB='*' GONOSUMCHECK=1 GOTOOLCHAIN=local
 
 python3 ../generate.py --check
-unformatted=$(gofmt -l .)
+unformatted=$(gofmt -l ./*.go cases/*.go cases/resp)
 [ -z "$unformatted" ] || { echo "not formatted: $unformatted" >&2; exit 1; }
 go vet ./...
 (cd cases && go vet ./...)

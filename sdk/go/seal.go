@@ -26,7 +26,23 @@ const (
 // SealKeys are the keys that encrypt stored responses. The first one seals, all open.
 type SealKeys struct{ keys []sealKey }
 
-type sealKey struct{ id, key []byte }
+// sealKey has its key in a function, so that nothing that prints a value finds its bytes.
+type sealKey struct {
+	id  []byte
+	key func() []byte
+}
+
+// String returns the ids of the keys, and nothing of the keys.
+func (k SealKeys) String() string {
+	ids := make([]string, len(k.keys))
+	for i, key := range k.keys {
+		ids[i] = hex.EncodeToString(key.id)
+	}
+	return "SealKeys(" + strings.Join(ids, " ") + ")"
+}
+
+// Format writes the ids, whatever the verb is.
+func (k SealKeys) Format(state fmt.State, _ rune) { fmt.Fprint(state, k.String()) }
 
 // ParseSealKeys reads keys as `oncegate seal-key new` prints them, one in each line. Lines that begin with # are comments.
 func ParseSealKeys(text string) (*SealKeys, error) {
@@ -49,7 +65,7 @@ func ParseSealKeys(text string) (*SealKeys, error) {
 		if parts[1] != hex.EncodeToString(id) {
 			return nil, fmt.Errorf("oncegate: the seal key in line %d was mistyped: its id does not fit", number)
 		}
-		keys.keys = append(keys.keys, sealKey{id, key})
+		keys.keys = append(keys.keys, sealKey{id, func() []byte { return key }})
 	}
 	if len(keys.keys) == 0 {
 		return nil, errors.New("oncegate: there is no seal key; make one with `oncegate seal-key new`")
@@ -98,7 +114,7 @@ func sealCipher(key, salt []byte) cipher.AEAD {
 // seal encrypts content under the first key. The salt depends on key, context and content, so each pair of them has a key of its own.
 func (k *SealKeys) seal(part byte, record RecordID, token uint64, more, content []byte) []byte {
 	key, bound := k.keys[0], sealContext(part, record, token, more)
-	mac := hmac.New(sha256.New, expand(key.key, sealLabel+" salt", 32))
+	mac := hmac.New(sha256.New, expand(key.key(), sealLabel+" salt", 32))
 	var length [8]byte
 	binary.BigEndian.PutUint64(length[:], uint64(len(bound)))
 	mac.Write(length[:])
@@ -109,11 +125,12 @@ func (k *SealKeys) seal(part byte, record RecordID, token uint64, more, content 
 	out = append(out, part)
 	out = binary.BigEndian.AppendUint64(out, token)
 	out = append(out, salt...)
-	return sealCipher(key.key, salt).Seal(out, make([]byte, 12), content, bound)
+	return sealCipher(key.key(), salt).Seal(out, make([]byte, 12), content, bound)
 }
 
 var (
 	errKeyMissing = errors.New("the key that sealed it is missing")
+	errNoSealKeys = errors.New("it is sealed, and this program has no seal keys")
 	errBadSeal    = errors.New("its seal is damaged, or was made for another record")
 )
 
@@ -127,13 +144,67 @@ func (k *SealKeys) open(part byte, record RecordID, more, sealed []byte) ([]byte
 			continue
 		}
 		bound := sealContext(part, record, binary.BigEndian.Uint64(sealed[17:]), more)
-		content, err := sealCipher(key.key, sealed[25:57]).Open(nil, make([]byte, 12), sealed[57:], bound)
+		content, err := sealCipher(key.key(), sealed[25:57]).Open(nil, make([]byte, 12), sealed[57:], bound)
 		if err != nil {
 			return nil, errBadSeal
 		}
 		return content, nil
 	}
-	return nil, errKeyMissing
+	return nil, fmt.Errorf("%w: %x", errKeyMissing, sealed[8:16])
+}
+
+// Sealing is how a program that completes records in its own transaction encrypts them. The zero value seals nothing, and refuses what is
+// sealed.
+type Sealing struct {
+	// Keys are those of the other programs on the database.
+	Keys *SealKeys
+	// Required refuses responses in clear. Set it when no record from before the sealing is left.
+	Required bool
+	// OpensOnly seals nothing, and opens what was sealed.
+	OpensOnly bool
+}
+
+func (s Sealing) seals() bool { return s.Keys != nil && !s.OpensOnly }
+
+// seal returns the encoded response in the form in which it is stored.
+func (s Sealing) seal(record RecordID, token uint64, encoded []byte) ([]byte, error) {
+	if !s.seals() {
+		return encoded, nil
+	}
+	sealed, err := sealResponse(s.Keys, record, token, encoded)
+	if err != nil {
+		return nil, &StoreError{StoreMisused, "complete", err}
+	}
+	return sealed, nil
+}
+
+// open returns the encoded response that was stored for this record.
+func (s Sealing) open(record RecordID, encoded []byte) ([]byte, error) {
+	response, err := DecodeResponse(encoded)
+	if err != nil {
+		return nil, &StoreError{RecordCorrupt, "claim", err}
+	}
+	if !response.isSealed() {
+		if s.Required {
+			return nil, &StoreError{ResponseSealed, "claim", errors.New("it is not sealed")}
+		}
+		return encoded, nil
+	}
+	if s.Keys == nil {
+		return nil, &StoreError{ResponseSealed, "claim", errNoSealKeys}
+	}
+	part := byte(ownersPart)
+	if len(response.Body) > 16 && response.Body[16] == operatorsPart {
+		part = operatorsPart
+	}
+	opened, err := s.Keys.open(part, record, nil, response.Body)
+	switch {
+	case err == nil:
+		return opened, nil
+	case errors.Is(err, errKeyMissing):
+		return nil, &StoreError{ResponseSealed, "claim", err}
+	}
+	return nil, &StoreError{RecordCorrupt, "claim", err}
 }
 
 // SealedStore encrypts the responses of a store. Other fields of a record stay in clear.
@@ -142,7 +213,11 @@ type SealedStore struct {
 	keys *SealKeys
 	// Required refuses responses in clear. Set it when no record from before the sealing is left.
 	Required bool
+	// OpensOnly seals nothing, and opens what was sealed.
+	OpensOnly bool
 }
+
+func (s *SealedStore) sealing() Sealing { return Sealing{s.keys, s.Required, s.OpensOnly} }
 
 // NewSealedStore returns a store that seals with the first of the keys, and opens with any.
 func NewSealedStore(store Store, keys *SealKeys) *SealedStore {
@@ -155,36 +230,35 @@ func (s *SealedStore) Claim(ctx context.Context, id RecordID, claim Claim) (Clai
 	if err != nil || reply.Outcome != Replay {
 		return reply, err
 	}
-	response, err := DecodeResponse(reply.Response)
-	if err != nil {
-		return reply, &StoreError{RecordCorrupt, "claim", err}
-	}
-	if !response.isSealed() {
-		if s.Required {
-			return reply, &StoreError{ResponseSealed, "claim", errors.New("it is not sealed")}
+	reply.Response, err = s.sealing().open(id, reply.Response)
+	return reply, err
+}
+
+// read implements recordReader.
+func (s *SealedStore) read(ctx context.Context, id RecordID) (*RecordInfo, []byte, error) {
+	reader, ok := s.Store.(recordReader)
+	if !ok {
+		info, err := s.Store.Lookup(ctx, id)
+		if info != nil && info.State == string(stateCompleted) {
+			// Its response is not known here.
+			info = nil
 		}
-		return reply, nil
+		return info, nil, err
 	}
-	part := byte(ownersPart)
-	if len(response.Body) > 16 && response.Body[16] == operatorsPart {
-		part = operatorsPart
+	info, response, err := reader.read(ctx, id)
+	if err != nil || info == nil || info.State != string(stateCompleted) {
+		return info, nil, err
 	}
-	if reply.Response, err = s.keys.open(part, id, nil, response.Body); err != nil {
-		kind := RecordCorrupt
-		if err == errKeyMissing {
-			kind = ResponseSealed
-		}
-		return reply, &StoreError{kind, "claim", err}
-	}
-	return reply, nil
+	response, err = s.sealing().open(id, response)
+	return info, response, err
 }
 
 // Complete implements Store.
 func (s *SealedStore) Complete(ctx context.Context, id RecordID, token uint64, completion Completion) (Settlement, error) {
 	if completion.State == Completed {
-		sealed, err := sealResponse(s.keys, id, token, completion.Response)
+		sealed, err := s.sealing().seal(id, token, completion.Response)
 		if err != nil {
-			return 0, &StoreError{StoreMisused, "complete", err}
+			return 0, err
 		}
 		completion.Response = sealed
 	}

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"strconv"
 	"strings"
 	"testing"
@@ -34,6 +35,9 @@ func TestSealedForms(t *testing.T) {
 			HeaderValues                                []string `json:"header_values"`
 			SealedError                                 string   `json:"sealed_error"`
 		} `json:"dead_letters"`
+		StreamEvents []struct {
+			Consumer, Stream, Sequence, Event, Sealed string
+		} `json:"stream_events"`
 	}
 	readVectors(t, "seal/vectors/sealed.json", &file)
 	keys, err := ParseSealKeys("# ours\n" + file.KeyText + "\n")
@@ -63,7 +67,7 @@ func TestSealedForms(t *testing.T) {
 		if _, err := keys.open(part, RecordID{9}, more, want); err != errBadSeal {
 			t.Errorf("part %d: opened for another record: %v", part, err)
 		}
-		if _, err := stranger.open(part, record, more, want); err != errKeyMissing {
+		if _, err := stranger.open(part, record, more, want); !errors.Is(err, errKeyMissing) {
 			t.Errorf("part %d: opened with another key: %v", part, err)
 		}
 		want[len(want)-1] ^= 1
@@ -103,6 +107,14 @@ func TestSealedForms(t *testing.T) {
 		check(5, id, 0, named, hex.EncodeToString(content), c.Sealed)
 		check(6, id, 0, place, hex.EncodeToString([]byte(c.Error)), strings.TrimPrefix(c.SealedError, "ogseal:"))
 	}
+	for _, c := range file.StreamEvents {
+		number, err := strconv.ParseUint(c.Sequence, 10, 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		place := binary.BigEndian.AppendUint64(append(lp(c.Consumer), lp(c.Stream)...), number)
+		check(7, RecordID{}, 0, place, c.Event, c.Sealed)
+	}
 	t.Logf("%d sealed forms", forms)
 	if _, err := ParseSealKeys(strings.Replace(file.KeyText, "01", "02", 1)); err == nil || strings.Contains(err.Error(), "0101") {
 		t.Error("a mistyped key is accepted, or shown: ", err)
@@ -131,9 +143,32 @@ func TestSealedStore(t *testing.T) {
 	if reply, err := store.Claim(ctx, RecordID{}, claim); err != nil || string(reply.Response) != string(encoded) {
 		t.Error(reply, err)
 	}
-	other := NewSealedStore(memory, &SealKeys{[]sealKey{{expand([]byte("x"), sealLabel+" id", 8), []byte("x")}}})
+	other := NewSealedStore(memory, &SealKeys{[]sealKey{{expand([]byte("x"), sealLabel+" id", 8), func() []byte { return []byte("x") }}}})
 	var own *StoreError
 	if _, err := other.Claim(ctx, RecordID{}, claim); !errors.As(err, &own) || own.Kind != ResponseSealed {
 		t.Error(err)
+	}
+}
+
+func TestSealKeysAreNotPrinted(t *testing.T) {
+	keys, err := ParseSealKeys("ogseal1_d76b7626affc02af_" + strings.Repeat("01", 32))
+	if err != nil {
+		t.Fatal(err)
+	}
+	type service struct {
+		Sealing Sealing
+		hidden  *SealKeys
+	}
+	for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%x", "%d"} {
+		for _, value := range []interface{}{keys, *keys, Sealing{Keys: keys}, NewSealedStore(NewMemoryStore(), keys), service{Sealing{Keys: keys}, keys}} {
+			for _, bytes := range []string{"010101", "1 1 1", "0x1, 0x1"} {
+				if text := fmt.Sprintf(verb, value); strings.Contains(text, bytes) {
+					t.Errorf("%s of %T shows the key: %s", verb, value, text)
+				}
+			}
+		}
+	}
+	if got := fmt.Sprint(keys); got != "SealKeys(d76b7626affc02af)" {
+		t.Error(got)
 	}
 }

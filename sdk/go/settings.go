@@ -56,14 +56,17 @@ type Settings struct {
 	Lease, Retention, Wait time.Duration
 	// OnAbandoned is what a retry does that finds an attempt without an end: Park or Reexecute.
 	OnAbandoned OnAbandoned
-	// FailOpen executes requests without protection while the store is out of reach. Such responses are marked.
+	// FailOpen executes requests without protection while the store is out of reach: no connection can be made, or it gives no answer in
+	// StoreTimeout. Such responses are marked.
 	FailOpen bool
 	// MaxInFlight (2048) and MaxInFlightPerCaller (1024) bound the requests with a key that run. RequestBudget and ResponseBudget (256 MiB
-	// each) bound the memory for their bodies, and for responses that clients have not taken yet. BodyTimeout (1 min) is how long a body
-	// may take.
+	// each) bound the memory for their bodies, and for responses that clients have not taken yet; one caller gets a quarter of ResponseBudget,
+	// unless all are one. BodyTimeout (1 min) is how long a body may take. WriteTimeout (1 min; negative: no limit) is how long a client may
+	// take nothing of a response; it needs Go 1.20, it replaces a write deadline that a handler has set, and a WriteTimeout of the http.Server
+	// replaces it.
 	MaxInFlight, MaxInFlightPerCaller int
 	RequestBudget, ResponseBudget     int
-	BodyTimeout                       time.Duration
+	BodyTimeout, WriteTimeout         time.Duration
 	// Panicked is called with the value of a panic of the handler and its stack. By default it is written to the log, as net/http does.
 	Panicked func(r *http.Request, value interface{}, stack []byte)
 }
@@ -72,10 +75,17 @@ type Settings struct {
 type UnsupportedSetting struct{ Name string }
 
 func (e *UnsupportedSetting) Error() string {
-	return fmt.Sprintf("oncegate: the setting %q is unknown, or is one that only the sidecar has", e.Name)
+	return fmt.Sprintf("oncegate: the setting %q is unknown, or is one that only the sidecar has%s", e.Name, didYouMean(e.Name, settingNames))
 }
 
-// ParseSettings reads settings by the names and values of the sidecar's configuration, as a JSON object:
+// settingNames are those of ParseSettings.
+var settingNames = []string{"profile", "scope", "authority", "require-key", "key-header", "natural-key", "key-syntax", "key-format", "key-scope",
+	"trailing-slash", "methods", "stored-headers", "replay-marker", "documentation", "problem-base-url", "max-request-body",
+	"max-response-body", "request-budget", "response-budget", "server-errors", "release-statuses", "fingerprint.body", "fingerprint.headers",
+	"fingerprint.include", "fingerprint.exclude", "lease", "retention", "wait", "on-abandoned", "max-in-flight", "max-in-flight-per-caller",
+	"store-outage"}
+
+// ParseSettings reads settings from a JSON object. Their names and values are those of the sidecar's configuration, which is TOML:
 //
 //	{"profile": "stripe", "scope": ["required-header:x-tenant"], "lease": "10s", "fingerprint.exclude": ["/sent_at"]}
 func ParseSettings(text []byte) (Settings, error) {
@@ -97,14 +107,41 @@ func ParseSettings(text []byte) (Settings, error) {
 }
 
 func (s *Settings) parse(name string, value json.RawMessage) (err error) {
-	into := func(to interface{}) error { return json.Unmarshal(value, to) }
+	into := func(to interface{}) error {
+		if json.Unmarshal(value, to) == nil && strings.TrimSpace(string(value)) != "null" {
+			return nil
+		}
+		what := "a text"
+		switch to.(type) {
+		case *bool:
+			what = "true or false"
+		case *int:
+			what = "a whole number"
+		case *[]*string:
+			what = "a text, or a list of texts"
+		case *[]json.RawMessage:
+			what = "a status such as 422, \"4xx\", \"5xx\", or a list of them"
+		}
+		return fmt.Errorf("%s cannot be used; write %s", value, what)
+	}
 	list := func(to *[]string) error {
 		var single string
-		if json.Unmarshal(value, &single) == nil {
+		if value[0] == '"' && json.Unmarshal(value, &single) == nil {
 			*to = []string{single}
 			return nil
 		}
-		return into(to)
+		var listed []*string
+		if err := into(&listed); err != nil {
+			return err
+		}
+		*to = []string{}
+		for _, text := range listed {
+			if text == nil {
+				return fmt.Errorf("%s has null; write a list of texts", value)
+			}
+			*to = append(*to, *text)
+		}
+		return nil
 	}
 	duration := func(to *time.Duration) error {
 		var text string
@@ -116,7 +153,7 @@ func (s *Settings) parse(name string, value json.RawMessage) (err error) {
 	}
 	size := func(to *int) error {
 		var text string
-		if json.Unmarshal(value, &text) == nil {
+		if value[0] == '"' && json.Unmarshal(value, &text) == nil {
 			*to, err = parseSize(text)
 			return err
 		}
@@ -174,7 +211,7 @@ func (s *Settings) parse(name string, value json.RawMessage) (err error) {
 	case "server-errors":
 		return into(&s.ServerErrors)
 	case "release-statuses":
-		return into(&s.ReleaseStatuses)
+		return s.parseStatuses(value, into)
 	case "fingerprint.body":
 		return into(&s.FingerprintBody)
 	case "fingerprint.headers":
@@ -212,10 +249,93 @@ func (s *Settings) parse(name string, value json.RawMessage) (err error) {
 	return &UnsupportedSetting{name}
 }
 
+// parseStatuses reads statuses of errors and their classes: one, or a list.
+func (s *Settings) parseStatuses(value json.RawMessage, into func(interface{}) error) error {
+	listed := []json.RawMessage{value}
+	if value[0] == '[' || value[0] == '{' || value[0] == 'n' {
+		listed = nil
+		if err := into(&listed); err != nil {
+			return err
+		}
+	}
+	s.ReleaseStatuses = nil
+	for _, own := range listed {
+		text := strings.Trim(string(own), "\"")
+		status, err := strconv.Atoi(text)
+		switch {
+		case text == "4xx" || text == "5xx":
+			for status := int(text[0]-'0') * 100; status%100 != 99; status++ {
+				s.ReleaseStatuses = append(s.ReleaseStatuses, status)
+			}
+			s.ReleaseStatuses = append(s.ReleaseStatuses, int(text[0]-'0')*100+99)
+		case err == nil && status >= 400 && status <= 599:
+			s.ReleaseStatuses = append(s.ReleaseStatuses, status)
+		default:
+			return fmt.Errorf("%s is not a status that can free the key; write one from 400 to 599 such as 422, \"4xx\" or \"5xx\"", own)
+		}
+	}
+	return nil
+}
+
+// registeredMethods are those of the HTTP Method Registry that a key can protect.
+var registeredMethods = []string{"ACL", "BASELINE-CONTROL", "BIND", "CHECKIN", "CHECKOUT", "COPY", "DELETE", "LABEL", "LINK", "LOCK", "MERGE",
+	"MKACTIVITY", "MKCALENDAR", "MKCOL", "MKREDIRECTREF", "MKWORKSPACE", "MOVE", "ORDERPATCH", "PATCH", "POST", "PROPPATCH", "PUT", "REBIND",
+	"UNBIND", "UNCHECKOUT", "UNLINK", "UNLOCK", "UPDATE", "UPDATEREDIRECTREF", "VERSION-CONTROL"}
+
+func isRegistered(method string) bool {
+	for _, name := range registeredMethods {
+		if name == method {
+			return true
+		}
+	}
+	return false
+}
+
+// didYouMean returns the candidate that is nearest to what was written, as a part of a message; "" if none is near.
+func didYouMean(written string, candidates []string) string {
+	nearest, least := "", 3
+	for _, candidate := range candidates {
+		if distance := editDistance(written, candidate); distance < least && distance*2 <= len(candidate) {
+			nearest, least = candidate, distance
+		}
+	}
+	if nearest == "" {
+		return ""
+	}
+	return fmt.Sprintf("; did you mean %q?", nearest)
+}
+
+// editDistance counts the letters to change, to add or to remove.
+func editDistance(one, other string) int {
+	row := make([]int, len(other)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := 1; i <= len(one); i++ {
+		diagonal := row[0]
+		row[0] = i
+		for j := 1; j <= len(other); j++ {
+			best := diagonal
+			if one[i-1] != other[j-1] {
+				best++
+			}
+			if row[j]+1 < best {
+				best = row[j] + 1
+			}
+			if row[j-1]+1 < best {
+				best = row[j-1] + 1
+			}
+			diagonal, row[j] = row[j], best
+		}
+	}
+	return row[len(other)]
+}
+
 // compiled are settings on top of their profile, checked.
 type compiled struct {
 	Settings
 	profile         profile
+	refusals        *refusalShape
 	caller          callerScope
 	grammar         keyGrammar
 	rules           fingerprintRules
@@ -272,6 +392,15 @@ func compile(s Settings) (*compiled, error) {
 			return nil, err
 		}
 	}
+	for _, list := range []struct {
+		name, why string
+		value     []string
+	}{{"Methods", "nothing would be protected", s.Methods}, {"KeyHeaders", "no request would have a key", s.KeyHeaders},
+		{"Scope", "callers would not be told apart", s.Scope}, {"NaturalKey", "no key could be built", s.NaturalKey}} {
+		if list.value != nil && len(list.value) == 0 {
+			return nil, fmt.Errorf("oncegate: %s is empty, so %s; leave it nil for the default", list.name, list.why)
+		}
+	}
 	var err error
 	if c.caller, err = newCallerScope(s.Scope, s.Caller); err != nil {
 		return nil, err
@@ -279,6 +408,7 @@ func compile(s Settings) (*compiled, error) {
 	if c.grammar, err = newKeyGrammar(p.KeySyntax, p.KeyFormat); err != nil {
 		return nil, err
 	}
+	c.refusals = p.refusalShape()
 	c.rules.raw, c.comparesNothing = body == "raw", body == "nothing"
 	if c.rules.include, err = parsePointers(append(append([]string(nil), p.Fingerprint.Include...), s.FingerprintInclude...)); err != nil {
 		return nil, err
@@ -301,8 +431,11 @@ func compile(s Settings) (*compiled, error) {
 	}
 	c.methods = map[string]bool{}
 	for _, method := range p.Methods {
-		if !isToken(method) {
-			return nil, fmt.Errorf("oncegate: %q is not a method", method)
+		switch upper := asciiUpper(method); {
+		case !isToken(method):
+			return nil, fmt.Errorf("oncegate: Methods has %q, which is not a method; write each as a text of its own, such as \"POST\", \"PATCH\"", method)
+		case upper == "GET" || upper == "HEAD" || upper == "OPTIONS" || upper == "TRACE" || upper == "CONNECT":
+			return nil, fmt.Errorf("oncegate: Methods has %s, which cannot be covered: a key protects requests that change something", upper)
 		}
 		c.methods[asciiUpper(method)] = true
 	}
@@ -367,6 +500,9 @@ func compile(s Settings) (*compiled, error) {
 	}
 	if c.MaxResponseBody > maxResponseBytes/2 {
 		return nil, fmt.Errorf("oncegate: MaxResponseBody is larger than %d", maxResponseBytes/2)
+	}
+	if c.WriteTimeout == 0 {
+		c.WriteTimeout = time.Minute
 	}
 	if c.BodyTimeout == 0 {
 		c.BodyTimeout = time.Minute

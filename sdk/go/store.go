@@ -4,6 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"syscall"
 	"time"
 )
 
@@ -123,6 +128,9 @@ type RecordInfo struct {
 	Fingerprint Fingerprint
 	Token       uint64
 	Attempt     AttemptID
+	// Operation is that of the claim. LeaseUntil is set while the state is in-progress; it and ExpiresAt are by the clock of the store.
+	Operation             string
+	LeaseUntil, ExpiresAt time.Time
 }
 
 // StoreErrorKind says what a StoreError means.
@@ -135,13 +143,14 @@ const (
 	StoreUnsent
 	// RecordCorrupt: the record cannot be read. Never execute; an operator has to look.
 	RecordCorrupt
-	// ResponseSealed: the response is sealed with a key that this process does not have.
+	// ResponseSealed: the response is sealed with a key that this process does not have, or is not sealed and must be.
 	ResponseSealed
 	// StoreMisused: an argument, a right or the schema is wrong. Trying again does not help.
 	StoreMisused
 )
 
-// StoreError is a failure of a store. It has no keys and no content of records.
+// StoreError is a failure of a store. It has no keys and no content of records. With Settings.FailOpen, Err decides if requests are executed: only if
+// it shows that no connection was made (*net.OpError of a dial, *net.DNSError) or that there was no answer in time (context.DeadlineExceeded, Timeout()).
 type StoreError struct {
 	Kind StoreErrorKind
 	// Doing is the command, such as "claim".
@@ -154,7 +163,7 @@ func (e *StoreError) Error() string {
 	case RecordCorrupt:
 		return fmt.Sprintf("oncegate: %s: the record cannot be read; an operator has to look at it", e.Doing)
 	case ResponseSealed:
-		return fmt.Sprintf("oncegate: %s: the response is sealed and the key to it is missing; add the key", e.Doing)
+		return fmt.Sprintf("oncegate: %s: the stored response cannot be opened, and nothing is executed: %v", e.Doing, e.Err)
 	case StoreMisused:
 		return fmt.Sprintf("oncegate: %s: the store refuses the command: %v", e.Doing, e.Err)
 	}
@@ -170,4 +179,61 @@ func kindOf(err error) StoreErrorKind {
 		return own.Kind
 	}
 	return StoreUnavailable
+}
+
+// isRefusedByStore reports if the store was reached and refused: it may have the record, so nothing executes, whatever FailOpen says.
+func isRefusedByStore(err error) bool {
+	return errors.Is(err, errFull) || errors.Is(err, errPoolBusy) || errors.As(err, new(refusedError)) || isRefusedState(sqlState(err))
+}
+
+// isOutOfReach reports if no connection to the store could be made, or if it gave no answer in time: only then FailOpen executes. All other errors
+// may be those of a store that was reached and has the record.
+func isOutOfReach(err error) bool {
+	return looksAway(err) && !isUsedUp()
+}
+
+// isUsedUp reports if this process can open nothing, as when clients hold all of its file descriptors. Then no error says that a server is away: it
+// cannot be connected to, and its name is not found.
+func isUsedUp() bool {
+	file, err := os.Open(os.DevNull)
+	if err != nil {
+		return true
+	}
+	file.Close()
+	return false
+}
+
+func looksAway(err error) bool {
+	kind := kindOf(err)
+	if err == nil || kind != StoreUnavailable && kind != StoreUnsent || isRefusedByStore(err) || isBroken(err) {
+		return false
+	}
+	// 57014 is the end of our own time, 08001 a failed connect.
+	if state := sqlState(err); state == "57014" || state == "08001" || err == errBreakerOpen || isUnsent(err) || errors.As(err, new(*net.DNSError)) {
+		return true
+	}
+	var timed interface{ Timeout() bool }
+	return errors.Is(err, context.DeadlineExceeded) || errors.As(err, &timed) && timed.Timeout()
+}
+
+// isBroken reports if a connection was made, and broke: another one may work. A pool may have several that broke while nobody used them, and a server
+// at its limit closes new ones.
+func isBroken(err error) bool {
+	if kind := kindOf(err); err == nil || kind != StoreUnavailable && kind != StoreUnsent {
+		return false
+	}
+	if state := sqlState(err); state != "" {
+		// The server ends this connection.
+		return state == "57P01" || state == "57P02"
+	}
+	if isRefusedByStore(err) {
+		return false
+	}
+	text := err.Error()
+	if strings.HasSuffix(text, "EOF") || strings.Contains(text, "connection reset by peer") || strings.Contains(text, "broken pipe") ||
+		strings.Contains(text, "conn closed") || isBadConn(err) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, net.ErrClosed) {
+		return true
+	}
+	var network *net.OpError
+	return errors.As(err, &network) && network.Op != "dial" && (!network.Timeout() || errors.Is(err, syscall.ETIMEDOUT))
 }

@@ -10,3 +10,5 @@ const compile = (...flags) => execFileSync(process.execPath, [tsc, '-p', here, .
 compile();
 compile('--module', 'commonjs', '--moduleResolution', 'node10', '--outDir', 'dist/cjs');
 writeFileSync(new URL('./dist/cjs/package.json', import.meta.url), '{"type":"commonjs"}\n');
+// For `prepare.sh`, which leaves a finished build alone while no source is newer. No part of the package.
+writeFileSync(new URL('./dist/.built', import.meta.url), '');

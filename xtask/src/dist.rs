@@ -1,4 +1,5 @@
-//! The files of a release: the archive, the Debian package, the list of parts (SBOM), and their checksums.
+//! The files of a release: the archive, the Debian package, the list of parts (SBOM), and their checksums. The archive and the
+//! package carry the documentation: the program, its configuration and its alerts name pages of it.
 //!
 //! All files are in `dist` in the target directory. The archive is the same for the same sources, program and
 //! `SOURCE_DATE_EPOCH` (by default the time of the last commit).
@@ -6,9 +7,10 @@
 mod debian;
 mod sbom;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::Command;
 
 use crate::run::{Result, cargo, output, root, run, target};
@@ -67,7 +69,7 @@ pub(crate) fn dist(profile: &str) -> Result<()> {
 }
 
 impl Release {
-    /// The archive: the program, its manual pages and completions, the licences, and the directory `deploy`.
+    /// The archive: the program, its manual pages and completions, the licences, the documentation, and the directory `deploy`.
     fn archive(&self) -> Result<PathBuf> {
         let name = format!("oncegate-{}-{}", self.version, self.triple);
         let staged = self.directory.join(&name);
@@ -77,11 +79,7 @@ impl Release {
         {
             copy(&root().join(file), &staged.join(file), 0o644)?;
         }
-        for file in crate::tidy::tracked()?.iter().filter(|file| file.starts_with("deploy")) {
-            let from = root().join(file);
-            let mode = fs::metadata(&from).map_err(|error| error.to_string())?.permissions().mode();
-            copy(&from, &staged.join(file), if mode & 0o100 == 0 { 0o644 } else { 0o755 })?;
-        }
+        copy_documents(&staged)?;
         let shells = ["completions/oncegate.bash", "completions/_oncegate", "completions/oncegate.fish"];
         self.help_files(&staged.join("man"), shells.map(|file| staged.join(file)))?;
         let archive = self.directory.join(format!("{name}.tar.gz"));
@@ -115,6 +113,49 @@ impl Release {
     }
 }
 
+/// The directories that a user of the program gets, next to it.
+const FOR_USERS: [&str; 2] = ["docs", "deploy"];
+
+/// The files of the documentation and of `deploy`, and those that the pages link to, so that no link of a page is dead.
+fn documents() -> Result<BTreeSet<PathBuf>> {
+    let tracked: BTreeSet<PathBuf> = crate::tidy::tracked()?.into_iter().collect();
+    let is_for_users = |file: &&PathBuf| FOR_USERS.iter().any(|directory| file.starts_with(directory));
+    let mut documents: BTreeSet<PathBuf> = tracked.iter().filter(is_for_users).cloned().collect();
+    for page in
+        tracked.iter().filter(is_for_users).filter(|file| file.extension().is_some_and(|end| end == "md"))
+    {
+        let text =
+            fs::read_to_string(root().join(page)).map_err(|error| format!("{}: {error}", page.display()))?;
+        let targets = text.split("](").skip(1).filter_map(|rest| rest.split([')', '#', ' ']).next());
+        let linked = targets.map(|target| resolved(&page.with_file_name(target)));
+        documents.extend(linked.filter(|file| tracked.contains(file)));
+    }
+    Ok(documents)
+}
+
+/// A path without `..`.
+fn resolved(path: &Path) -> PathBuf {
+    let mut resolved = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(resolved.pop()),
+            part => resolved.push(part),
+        }
+    }
+    resolved
+}
+
+/// Copies the [`documents`] to their places below this directory.
+fn copy_documents(to: &Path) -> Result<()> {
+    for file in documents()? {
+        let from = root().join(&file);
+        let mode =
+            fs::metadata(&from).map_err(|error| format!("{}: {error}", from.display()))?.permissions().mode();
+        copy(&from, &to.join(&file), if mode & 0o100 == 0 { 0o644 } else { 0o755 })?;
+    }
+    Ok(())
+}
+
 /// The name of a file, without its directory.
 fn name_of(path: &Path) -> String {
     path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
@@ -136,4 +177,43 @@ fn copy(from: &Path, to: &Path, mode: u32) -> Result<()> {
 fn make_parent(path: &Path) -> Result<()> {
     let parent = path.parent().unwrap_or(path);
     fs::create_dir_all(parent).map_err(|error| format!("{}: {error}", parent.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The pages that a text names by their place in the repository, such as `docs/guides/backups.md`.
+    fn named(text: &str) -> impl Iterator<Item = PathBuf> {
+        let ends = |c: char| !(c.is_ascii_alphanumeric() || "/-_.".contains(c));
+        let starts = text.match_indices("docs/").map(|(at, _)| &text[at..]);
+        starts
+            .filter_map(move |rest| rest.split(ends).next())
+            .filter(|name| name.ends_with(".md"))
+            .map(PathBuf::from)
+    }
+
+    #[test]
+    fn users_get_each_page_that_the_program_the_configuration_or_an_alert_names() {
+        let documents = documents().unwrap();
+        let sources = crate::tidy::tracked().unwrap().into_iter().filter(|file| {
+            let is_source = file.starts_with("crates") && file.extension().is_some_and(|end| end == "rs");
+            let is_test =
+                file.components().any(|part| part.as_os_str() == "tests" || part.as_os_str() == "tests.rs");
+            file.starts_with("deploy") && file.extension().is_some_and(|end| end != "png")
+                || is_source && !is_test
+        });
+        let mut pages = BTreeSet::new();
+        for file in sources {
+            pages.extend(named(&fs::read_to_string(root().join(&file)).unwrap()));
+        }
+        assert!(pages.contains(Path::new("docs/guides/backups.md")), "{pages:?}");
+        assert!(pages.contains(Path::new("docs/operations/alerts.md")), "{pages:?}");
+        for page in pages {
+            assert!(documents.contains(&page), "{}", page.display());
+        }
+        assert!(documents.contains(Path::new("deploy/grafana/oncegate.json")));
+        // Pages link to it.
+        assert!(documents.contains(Path::new("GUARANTEES.md")));
+    }
 }

@@ -3,6 +3,7 @@
 //! ```text
 //! cargo xtask test     every test; installs what it needs. Arguments go to `cargo test`, one program after the other
 //! cargo xtask test --quick   the tests that need no server: units, and every case on the stores of one process
+//! cargo xtask libraries   what the cases of the libraries in other languages need: packages, and programs from their sources
 //! cargo xtask tidy     the rules that no compiler checks: dependencies between crates, words, links, limits
 //! cargo xtask bench    the benchmarks; prints a table of ratios. `bench probes` makes docs/reference/peers.md
 //! cargo xtask book     the documentation as a book in the target directory
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["test", rest @ ..] => test::run(rest),
+        ["libraries"] => test::prepare_libraries(),
         ["tidy"] => tidy::run(),
         ["book"] => book::run(),
         ["picture"] => picture::run(),
@@ -37,7 +39,7 @@ fn main() -> ExitCode {
         ["dist", profile] => dist::dist(profile),
         ["bench", rest @ ..] => bench::run(rest),
         _ => Err(
-            "usage: cargo xtask test [--quick | FILTER] | tidy | book | picture | manifests | dist [PROFILE] | bench [NAME]".into(),
+            "usage: cargo xtask test [--quick | FILTER] | libraries | tidy | book | picture | manifests | dist [PROFILE] | bench [NAME]".into(),
         ),
     };
     match result {

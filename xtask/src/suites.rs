@@ -12,24 +12,26 @@ use serde_json::Value;
 
 use crate::run::{Result, cargo, output};
 
-/// Test programs that run at once. Each has as many threads as the machine has processors, but most threads wait.
-const AT_ONCE: usize = 5;
+/// Test programs that run at once. Each has as many threads as the machine has processors, but most threads wait. More programs
+/// would end no earlier: the processors are busy, and time limits are passed.
+const AT_ONCE: usize = 3;
 
 /// Lines of a failed program that are printed again at the end.
 const FAILURE_LINES: usize = 120;
 
 /// The programs that take longest start first, so that no processor idles at the end. Those that need the processors are
 /// between those that wait for brokers.
-const LONGEST: [&str; 14] = [
+const LONGEST: [&str; 15] = [
     "amqp amqp",
     "cases behaviour",
-    "postgres postgres",
+    "cli programs",
     "cli proxy",
+    "postgres postgres",
     "order-pipeline order_pipeline",
     "inbox-postgres outbox",
     "kafka kafka",
-    "cli programs",
     "cli transactional",
+    "embedded oncegate_embedded",
     "redis oncegate_redis",
     "sqs sqs",
     "inbox-postgres inbox",
@@ -58,8 +60,8 @@ const QUICK: [&str; 12] = [
 const NEED_A_SERVER: [&str; 2] = ["postgres oncegate_postgres", "redis oncegate_redis"];
 
 /// Parts of the names of cases that need a server, or packages of another language.
-const SLOW_CASES: [&str; 6] =
-    ["/redis/", "/redis-cluster/", "/postgres/", "/cached/", "fastapi/", "express/"];
+const SLOW_CASES: [&str; 7] =
+    ["/redis/", "/redis-cluster/", "/postgres/", "/cached/", "fastapi/", "express/", "-library/"];
 
 /// A program with tests.
 struct Suite {
@@ -72,8 +74,8 @@ struct Suite {
     is_integration: bool,
 }
 
-/// Builds the test programs and runs them all, also after one has failed.
-pub(crate) fn run(selection: Selection) -> Result<()> {
+/// Builds the test programs and runs them all, also after one has failed. Meanwhile `others` runs in the place of one of them.
+pub(crate) fn run(selection: Selection, others: impl FnOnce() -> Result<()> + Send) -> Result<()> {
     let mut suites = build(selection)?;
     suites.sort_by_key(|suite| {
         let place = LONGEST.iter().position(|name| suite.name == *name);
@@ -83,23 +85,25 @@ pub(crate) fn run(selection: Selection) -> Result<()> {
     let began = Instant::now();
     let waiting = Mutex::new(VecDeque::from(suites));
     let red = Mutex::new(Vec::new());
-    thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
-            scope.spawn(|| {
-                while let Some(suite) = next(&waiting) {
-                    if let Err(error) = suite.run() {
-                        red.lock().unwrap_or_else(PoisonError::into_inner).push(error);
-                    }
-                }
-            });
+    let fail = |error| red.lock().unwrap_or_else(PoisonError::into_inner).push(error);
+    let run_programs = || {
+        while let Some(suite) = next(&waiting) {
+            suite.run().unwrap_or_else(fail);
         }
+    };
+    thread::scope(|scope| {
+        for _ in 1..AT_ONCE {
+            scope.spawn(run_programs);
+        }
+        others().unwrap_or_else(fail);
+        run_programs();
     });
     let red = red.into_inner().unwrap_or_else(PoisonError::into_inner);
     println!("{count} test programs after {} s", began.elapsed().as_secs());
     if red.is_empty() {
         return Ok(());
     }
-    Err(format!("{} of {count} test programs failed:\n  {}", red.len(), red.join("\n  ")))
+    Err(format!("{} of {count} test programs and libraries failed:\n  {}", red.len(), red.join("\n  ")))
 }
 
 fn next(waiting: &Mutex<VecDeque<Suite>>) -> Option<Suite> {

@@ -1,12 +1,16 @@
 //! Every test.
 
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Instant;
 
 use crate::run::{Result, cargo, has, install, root, target};
 use crate::suites::Selection;
 
 /// The directories in `sdk` with the libraries in other languages.
-const LIBRARIES: [&str; 3] = ["node", "python", "go"];
+const LIBRARIES: [&str; 4] = ["python", "node", "go", "browser"];
+
+/// Those that services use.
+const LIBRARIES_OF_SERVICES: [&str; 3] = ["node", "python", "go"];
 
 /// Installs the programs that tests need, then builds and runs the tests that the arguments choose.
 ///
@@ -15,7 +19,7 @@ const LIBRARIES: [&str; 3] = ["node", "python", "go"];
 /// those of `cargo test`.
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     if arguments == ["--quick"] {
-        return crate::suites::run(Selection::Quick);
+        return crate::suites::run(Selection::Quick, || Ok(()));
     }
     prepare_compiler()?;
     prepare_node("examples/express-orders")?;
@@ -35,6 +39,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_rabbitmq()?;
     prepare_chromium()?;
     prepare_prometheus()?;
+    prepare_libraries()?;
     if !arguments.is_empty() {
         // Other packages' tests start the sidecar, and stop it at named points. With all tests it is built anyway.
         cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
@@ -42,25 +47,79 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
             .args(["test", "--workspace", "--all-features", "--no-fail-fast"])
             .args(arguments));
     }
-    let programs = crate::suites::run(Selection::All);
+    let programs = crate::suites::run(Selection::All, libraries);
     let examples = cmd(cargo().args(["test", "--workspace", "--all-features", "--doc"]));
-    programs.and(examples)?;
+    programs.and(examples).and(others())
+}
+
+/// The implementations of the vectors in other languages.
+fn others() -> Result<()> {
     for script in
         ["check_fingerprints.py", "check_record_ids.py", "check_keyed_ids.py", "check_intent_keys.py"]
     {
         cmd(Command::new("python3").arg(root().join("crates/core/vectors").join(script)))?;
     }
-    cmd(Command::new("node").arg(root().join("crates/seal/vectors/check_sealed.mjs")))?;
-    libraries()
+    cmd(Command::new("node").arg(root().join("crates/seal/vectors/check_sealed.mjs")))
 }
 
-/// The tests of the libraries in other languages, each by the script of its directory, which installs what it needs.
+/// The tests of the libraries in other languages, one after the other, and of the shop that uses two of them. Each has a script
+/// that installs what it needs. Most of what they do is wait for servers and leases, so test programs run at the same time.
 fn libraries() -> Result<()> {
-    for library in LIBRARIES {
-        let script = root().join("sdk").join(library).join("run-tests.sh");
-        cmd(Command::new("sh").arg(script).env("ONCEGATE_PYTHON_ENV", target().join("sdk-python")))?;
+    let results: Vec<_> = LIBRARIES.into_iter().map(test_library).collect();
+    // The shop has the libraries for Node and for browsers, and the sidecar that the tests of the workspace have built.
+    let shop = root().join("examples/checkout/run-tests.sh");
+    let shop = run_apart(
+        "examples/checkout",
+        Command::new("sh").arg(shop).env("ONCEGATE", target().join("debug/oncegate")),
+    );
+    results.into_iter().collect::<Result<()>>().and(shop)
+}
+
+/// Runs the tests of a library.
+fn test_library(library: &str) -> Result<()> {
+    run_apart(&format!("sdk/{library}"), &mut script_of(library, "run-tests.sh"))
+}
+
+/// Runs tests, and prints their output at the end.
+fn run_apart(name: &str, command: &mut Command) -> Result<()> {
+    let began = Instant::now();
+    let ended = command.output().map_err(|error| format!("the tests of {name}: {error}"))?;
+    // In one call, so that the output of another program does not come in between.
+    print!(
+        "\n== {name} ({} s)\n{}{}",
+        began.elapsed().as_secs(),
+        String::from_utf8_lossy(&ended.stdout),
+        String::from_utf8_lossy(&ended.stderr)
+    );
+    if ended.status.success() { Ok(()) } else { Err(format!("the tests of {name}: {}", ended.status)) }
+}
+
+/// Installs what the libraries in other languages need, and builds them and their services, which the cases start.
+pub(crate) fn prepare_libraries() -> Result<()> {
+    if !has("node", &["--version"]) || !has("npm", &["--version"]) {
+        install(&["nodejs", "npm"])?;
     }
-    Ok(())
+    if !has("python3", &["-m", "venv", "--help"]) || !has("python3", &["-m", "ensurepip", "--version"]) {
+        install(&["python3", "python3-venv"])?;
+    }
+    // It makes the certificates that clients are not to trust.
+    if !has("openssl", &["version"]) {
+        install(&["openssl"])?;
+    }
+    LIBRARIES_OF_SERVICES.iter().try_for_each(|library| cmd(&mut script_of(library, "prepare.sh")))
+}
+
+/// A script of a library. The tests of the cases find what it makes in the same directories.
+fn script_of(library: &str, script: &str) -> Command {
+    let mut command = Command::new("sh");
+    command
+        .arg(root().join("sdk").join(library).join(script))
+        .stdin(Stdio::null())
+        .env("ONCEGATE_PYTHON_ENV", target().join("sdk-python"))
+        .env("ONCEGATE_GO_SERVICE", target().join("sdk-go/service"))
+        // The sidecar that the tests of the workspace have built.
+        .env("ONCEGATE_BIN", target().join("debug/oncegate"));
+    command
 }
 
 fn cmd(command: &mut Command) -> Result<()> {

@@ -15,7 +15,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-testkit", &["oncegate-core"]),
     ("oncegate-engine", &["oncegate-core"]),
     ("oncegate-embedded", &["oncegate-core"]),
-    ("oncegate-postgres", &["oncegate-core"]),
+    ("oncegate-postgres", &["oncegate-core", "oncegate-seal"]),
     ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-cache", &["oncegate-core"]),
     ("oncegate-seal", &["oncegate-core"]),
@@ -68,7 +68,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "oncegate-cases",
         &[
             "oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-postgres",
-            "oncegate-redis", "oncegate-servers", "oncegate-testkit", "oncegate-cache",
+            "oncegate-redis", "oncegate-seal", "oncegate-servers", "oncegate-testkit", "oncegate-cache",
         ],
     ),
     ("oncegate-servers", &[]),

@@ -1,5 +1,5 @@
 // The service of the benchmarks on Express, with nothing around it (`bare`) or with the library that is named, each as its
-// README shows it.
+// README shows it. Those with `-redis` keep their records at the socket that the second argument names, the others in memory.
 import { setTimeout as sleep } from 'node:timers/promises';
 
 import { Idempotency } from '@node-idempotency/core';
@@ -7,17 +7,30 @@ import { MemoryStorageAdapter } from '@node-idempotency/storage-adapter-memory';
 import express from 'express';
 import expressIdempotency from 'express-idempotency';
 
+const [, , library, socket] = process.argv;
 const app = express();
+if (library === 'oncegate' || library === 'oncegate-redis') {
+  const { express: once, MemoryStore, Oncegate, RedisStore } = await import('oncegate');
+  const { default: Redis } = await import('ioredis');
+  const store = library === 'oncegate' ? new MemoryStore() : new RedisStore(new Redis({ path: socket }));
+  app.use(once(new Oncegate({ store, service: `bench-${process.pid}` }), { scope: 'single-tenant' }));
+}
 app.use(express.json());
 
 // Whether a library has answered already. It does so, and still calls the handler.
 let answered = () => false;
 
-if (process.argv[2] === 'express-idempotency') {
+if (library === 'express-idempotency') {
   app.post('*', expressIdempotency.idempotency());
   answered = (req) => expressIdempotency.getSharedIdempotencyService().isHit(req);
-} else if (process.argv[2] === 'node-idempotency') {
-  const idempotency = new Idempotency(new MemoryStorageAdapter(), {});
+} else if (library === 'node-idempotency' || library === 'node-idempotency-redis') {
+  let storage = new MemoryStorageAdapter();
+  if (library === 'node-idempotency-redis') {
+    const { RedisStorageAdapter } = await import('@node-idempotency/storage-adapter-redis');
+    storage = new RedisStorageAdapter({ socket: { path: socket } });
+    await storage.connect();
+  }
+  const idempotency = new Idempotency(storage, {});
   const statuses = { REQUEST_IN_PROGRESS: 409, IDEMPOTENCY_FINGERPRINT_MISSMATCH: 422 };
   app.use(async (req, res, next) => {
     const { method, path, headers, body } = req;

@@ -1,7 +1,9 @@
 """The service of the benchmarks on FastAPI, with nothing around it (`bare`) or with the library that is named, each as its
-documentation shows it. `powertools` also takes the path of a socket of Redis."""
+documentation shows it. `powertools` and those with `-redis` keep their records at the socket of Redis that the second
+argument names, the others in memory."""
 
 import asyncio
+import os
 import socket
 import sys
 import time
@@ -84,6 +86,23 @@ else:
         from idempotency_header_middleware.backends import MemoryBackend
 
         app.add_middleware(IdempotencyHeaderMiddleware, backend=MemoryBackend())
+    elif library == "asgi-idempotency-header-redis":
+        from idempotency_header_middleware import IdempotencyHeaderMiddleware
+        from idempotency_header_middleware.backends import RedisBackend
+        from redis.asyncio import BlockingConnectionPool, Redis
+
+        # The pool of redis-py 8 refuses a 101st command at a time. Requests whose client has left run on next to those of the
+        # next round, and such an error ends in a 500 and a closed connection, which a driver may wait for.
+        client = Redis.from_pool(BlockingConnectionPool.from_url(f"unix://{sys.argv[2]}", max_connections=100, timeout=None))
+        backend = RedisBackend(redis=client)
+        app.add_middleware(IdempotencyHeaderMiddleware, backend=backend)
+    elif library in ("oncegate", "oncegate-redis"):
+        from oncegate import IdempotencyMiddleware, MemoryStore, RedisStore
+        from redis.asyncio import Redis
+
+        in_memory = library == "oncegate"
+        store = MemoryStore() if in_memory else RedisStore(Redis(unix_socket_path=sys.argv[2]))
+        app.add_middleware(IdempotencyMiddleware, store=store, service=f"bench-{os.getpid()}", scope="single-tenant")
 
     @app.post("/pay")
     async def pay(body: dict):

@@ -517,7 +517,10 @@ impl Store for CachedStore {
         self.inner.store.purge(limit)
     }
 
-    delegate_store!(self, self.inner.store => lookup list audit check changed advisories usage clock_skew accept_clock now);
+    delegate_store!(
+        self, self.inner.store => lookup list survey audit check changed open_transactions
+            advisories usage clock_skew accept_clock now
+    );
 
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.inner.store.capabilities();

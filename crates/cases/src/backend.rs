@@ -31,6 +31,9 @@ pub(crate) const ASKED_AT: &str = "/oncegate/outcome";
 /// The path at which the sidecar asks if a caller may get a replay.
 pub(crate) const MAY_SEE: &str = "/oncegate/may-see";
 
+/// A path whose requests have no effect.
+pub(crate) const PROBE: &str = "/probe";
+
 /// The header that names the decision about a replay. No deployment interprets it.
 const DECISION: &str = "x-may-see";
 
@@ -234,6 +237,18 @@ impl ReceivedRequest {
     }
 }
 
+/// The fencing token with which the service received a request.
+pub(crate) fn token(seen: &ReceivedRequest) -> u64 {
+    let token = seen.get("oncegate-token").and_then(|text| text.parse().ok());
+    token.unwrap_or_else(|| panic!("no token: {seen:?}"))
+}
+
+/// The number of the attempt with which the service received a request.
+pub(crate) fn attempt(seen: &ReceivedRequest) -> u64 {
+    let number = seen.get("oncegate-attempt").and_then(|text| text.parse().ok());
+    number.unwrap_or_else(|| panic!("no attempt: {seen:?}"))
+}
+
 /// The service and its ledger. All clones share them.
 #[derive(Clone)]
 pub struct Backend {
@@ -329,6 +344,9 @@ impl Backend {
         if parts.uri.path() == MAY_SEE {
             assert_eq!(parts.method, http::Method::HEAD);
             return Ok(Decision::asked(&parts.headers).told());
+        }
+        if parts.uri.path() == PROBE {
+            return Ok(Script::empty(200).respond(0));
         }
         let number =
             parts.headers.get(SCRIPT).and_then(|v| v.to_str().ok()).and_then(|v| v.parse::<usize>().ok());

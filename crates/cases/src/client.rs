@@ -425,6 +425,19 @@ impl Connection {
         Ok(Some(data))
     }
 
+    /// Reads these bytes of a body, in any pieces.
+    ///
+    /// # Panics
+    /// If other bytes come, or none.
+    pub async fn expect_data(&mut self, framing: &mut Framing, expected: &[u8]) {
+        let mut read = Vec::new();
+        while read.len() < expected.len() {
+            let data = self.data(framing).await.expect("bytes").expect("more bytes");
+            read.extend_from_slice(&data);
+        }
+        assert_eq!(read.escape_ascii().to_string(), expected.escape_ascii().to_string());
+    }
+
     /// Reads header lines up to the empty line.
     async fn trailers(&mut self) -> Result<Vec<(String, Vec<u8>)>, ResponseError> {
         let mut fields = Vec::new();

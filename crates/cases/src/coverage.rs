@@ -1,6 +1,10 @@
 //! The rules of the protocol, and the cases that cover them.
 
-use crate::table::cases;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use crate::library::Library;
+use crate::table::{Case, cases};
 use crate::world::{Deployment, StoreKind};
 
 /// The rules of the protocol, each with cases about it. One rule has no case: a claim that lost a race and then finds no
@@ -90,6 +94,35 @@ const RULES: &[(&str, &[&str])] = &[
         ],
     ),
 ];
+
+/// The cases that a library runs on no store, with the reason.
+#[must_use]
+pub fn exceptions(library: Library) -> Vec<(&'static str, &'static str)> {
+    let reason = |case: &Case, store| case.reason_against(Deployment::Library(library), store);
+    let excluded = |case: Case| {
+        let is_run = Library::STORES.into_iter().any(|store| reason(&case, store).is_none());
+        // A store of several processes: the reasons against it are not those of one process.
+        (!is_run).then(|| (case.name, reason(&case, StoreKind::Redis).unwrap_or_default()))
+    };
+    cases().into_iter().filter_map(excluded).collect()
+}
+
+/// The number of cases that each library runs, and of those that it does not, by their reasons.
+#[must_use]
+pub fn summary_of_libraries() -> String {
+    let mut summary = String::new();
+    for library in Library::ALL {
+        let exceptions = exceptions(library);
+        let mut reasons = BTreeMap::<_, usize>::new();
+        exceptions.iter().for_each(|(_, why)| *reasons.entry(*why).or_default() += 1);
+        let run = cases().len() - exceptions.len();
+        let _ = writeln!(summary, "{}: {run} cases, and {} exceptions:", library.name(), exceptions.len());
+        for (why, count) in reasons {
+            let _ = writeln!(summary, "  {count:2} {why}");
+        }
+    }
+    summary
+}
 
 /// The cases that a rule names and that no target runs.
 #[must_use]

@@ -12,6 +12,7 @@ use oncegate_servers::{PostgresOptions, PostgresServer, RedisCluster, RedisOptio
 use sqlx::{Connection as _, PgConnection};
 
 use crate::framework::stop_services;
+use crate::library::stop_processes;
 use crate::world::StoreKind;
 
 /// More databases than cases run at a time. This many hold records, and the same number are caches of cached stores.
@@ -161,6 +162,12 @@ struct State {
 /// A server that the first user starts. Other users wait until it is started.
 pub(crate) struct Server<T>(Mutex<Option<Result<Arc<T>, String>>>);
 
+impl<T> Default for Server<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl<T> Server<T> {
     pub(crate) const fn new() -> Self {
         Self(Mutex::new(None))
@@ -268,6 +275,7 @@ pub fn stop_servers() {
     pool.redis.stop();
     pool.postgres.stop();
     stop_services();
+    stop_processes();
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -1,28 +1,35 @@
 //! The services of cases in other languages.
 //!
 //! A service on a framework reads requests and writes responses as the framework does. For each request it asks the case
-//! (its [`Backend`]) for the content of the response: in JSON, with bodies in hexadecimal.
+//! (its [`Backend`]) for the content of the response: in JSON, with bodies in hexadecimal. A service with a library asks at
+//! another path, where the response is lines of JSON: the head, each part of the body, the trailers, and the end, or the
+//! order to break off; or instead the order to end without a response. If there are no lines, the handler fails.
 
 use std::io::{self, BufRead as _, BufReader};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::pin::Pin;
 use std::process::{Child, Stdio};
-use std::task::{Context, Poll};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use http::{HeaderMap, Request, Response};
+use http_body::{Body, Frame};
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 use tower_service::Service;
 
-use crate::backend::{Backend, HttpServer};
+use crate::backend::{Backend, HttpServer, ScriptedBody};
 use crate::databases::Server;
 use crate::remote::{hex, unhex};
 
 /// The header with the address of the case, for a service on a framework. No deployment interprets it.
 const CASE: &str = "x-case";
+
+/// The path at which the response comes part by part.
+const IN_PARTS: &str = "/parts";
 
 /// The framework of a service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -96,24 +103,37 @@ impl Drop for ServiceProcess {
 }
 
 /// The server of a case that services on frameworks ask.
-pub(crate) struct CaseServer(HttpServer);
+pub(crate) struct CaseServer {
+    server: HttpServer,
+    number: u64,
+}
 
 impl CaseServer {
     pub(crate) async fn start(backend: Backend) -> Self {
-        Self(HttpServer::start(Asked(backend)).await)
+        static STARTED: AtomicU64 = AtomicU64::new(0);
+        let number = STARTED.fetch_add(1, Ordering::Relaxed);
+        Self { server: HttpServer::start(Asked { backend, number }).await, number }
+    }
+
+    /// The address of the case, and its number, which a late request of an earlier case on the same port does not have.
+    pub(crate) const fn backend(&self) -> (SocketAddr, u64) {
+        (self.server.address, self.number)
     }
 
     /// The header line by which a service finds the case.
     pub(crate) fn field(&self) -> (Vec<u8>, Vec<u8>) {
-        (CASE.into(), self.0.address.to_string().into())
+        (CASE.into(), self.server.address.to_string().into())
     }
 }
 
 #[derive(Clone)]
-struct Asked(Backend);
+struct Asked {
+    backend: Backend,
+    number: u64,
+}
 
 impl Service<Request<Incoming>> for Asked {
-    type Response = Response<Full<Bytes>>;
+    type Response = Response<Parts>;
     type Error = io::Error;
     type Future = Pin<Box<dyn Future<Output = io::Result<Self::Response>> + Send>>;
 
@@ -122,21 +142,78 @@ impl Service<Request<Incoming>> for Asked {
     }
 
     fn call(&mut self, asked: Request<Incoming>) -> Self::Future {
-        let mut backend = self.0.clone();
+        let (mut backend, number) = (self.backend.clone(), self.number);
         Box::pin(async move {
+            let is_in_parts = asked.uri().path() == IN_PARTS;
             let asked = asked.into_body().collect().await.map_err(io::Error::other)?.to_bytes();
-            let execution =
-                read_request(&serde_json::from_slice(&asked)?).ok_or(io::ErrorKind::InvalidData)?;
-            let (parts, body) = backend.call(execution).await?.into_parts();
-            let body = hex(&body.collect().await?.to_bytes());
-            let response = json!({
+            let asked = serde_json::from_slice(&asked)?;
+            let execution = read_request(&asked).ok_or(io::ErrorKind::InvalidData)?;
+            if is_in_parts && asked["case"] != number {
+                return Err(io::ErrorKind::NotFound.into());
+            }
+            let answer = backend.call(execution).await;
+            if is_in_parts && answer.is_err() {
+                let aborts = line(&json!({ "aborts": true }));
+                return Ok(Response::new(Parts { first: Some(aborts), rest: None }));
+            }
+            let (parts, body) = answer?.into_parts();
+            let mut response = json!({
                 "status": parts.status.as_u16(),
                 "fields": write_fields(&parts.headers),
-                "body": body,
             });
-            Ok(Response::new(response.to_string().into()))
+            let body = if is_in_parts {
+                response["length"] = body.size_hint().exact().into();
+                Parts { first: Some(line(&response)), rest: Some(body) }
+            } else {
+                response["body"] = hex(&body.collect().await?.to_bytes()).into();
+                Parts { first: Some(response.to_string().into()), rest: None }
+            };
+            Ok(Response::new(body))
         })
     }
+}
+
+/// A response for a service: all of it, or its head and its parts.
+struct Parts {
+    first: Option<Bytes>,
+    rest: Option<ScriptedBody>,
+}
+
+impl Body for Parts {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        if let Some(first) = self.first.take() {
+            return Poll::Ready(Some(Ok(Frame::data(first))));
+        }
+        let Some(rest) = &mut self.rest else { return Poll::Ready(None) };
+        let frame = ready!(Pin::new(rest).poll_frame(cx));
+        Poll::Ready(Some(match frame {
+            Some(Err(_)) => {
+                self.rest = None;
+                Ok(Frame::data(line(&json!({ "breaks": true }))))
+            }
+            Some(Ok(frame)) => Ok(Frame::data(match frame.into_data() {
+                Ok(data) => line(&json!({ "data": hex(&data) })),
+                Err(frame) => {
+                    let trailers = frame.into_trailers().unwrap_or_default();
+                    line(&json!({ "trailers": write_fields(&trailers) }))
+                }
+            })),
+            None => {
+                self.rest = None;
+                Ok(Frame::data(line(&json!({ "end": true }))))
+            }
+        }))
+    }
+}
+
+fn line(value: &Value) -> Bytes {
+    format!("{value}\n").into()
 }
 
 /// The request that a service received.

@@ -1,5 +1,6 @@
 //! The behaviour of Oncegate over HTTP as one table of cases. Each case runs with several deployments (the Tower layer, the
-//! sidecar, two sidecars, a sidecar of a service in another language) on several stores.
+//! sidecar, two sidecars, a sidecar of a service in another language, a service with a library in another language) on
+//! several stores.
 //!
 //! A [`Case`](table::Case) has settings (a [`Plan`](plan::Plan)) and actions: a list of requests, each with its expected
 //! result, or a function. [`cases`](table::cases) is the whole table. A target on which a case is not run has a
@@ -13,11 +14,15 @@ pub mod client;
 pub mod coverage;
 pub mod databases;
 pub mod framework;
+pub mod library;
 pub mod plan;
 pub mod table;
+pub mod together;
 pub mod world;
 
 mod cases;
+mod faulty_wire;
+mod process;
 mod remote;
 mod sidecar;
 mod tokens;

@@ -3,18 +3,21 @@
 use std::fmt::Write;
 use std::path::Path;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::request::Parts;
 use http::{HeaderName, Method, StatusCode};
 use oncegate_core::fingerprint::{FingerprintRules, JsonPointer};
-use oncegate_core::{NaturalKey, OnAbandoned, StoredResponse};
+use oncegate_core::{NaturalKey, OnAbandoned, Store, StoredResponse};
 use oncegate_engine::{Engine, Policy};
 use oncegate_http::{
     AuthorityRole, CallerScope, IdempotencyContext, IdempotencyLayer, KeyFormat, KeyScope, KeySyntax,
     PathCase, Profile, RateLimits, RateQuota, Reconcile, Reconciled, ServerErrors, Settings, ToolPolicies,
     ToolPolicy, TrailingSlash,
 };
+use oncegate_seal::{Keyring, SealKey, SealedStore};
+use serde_json::Value;
 
 use crate::backend::{ASKED_AT, AskedDecision, MAY_SEE};
 use crate::tokens;
@@ -92,6 +95,8 @@ pub struct Plan {
     pub upstream_timeout: Option<Duration>,
     /// Executes without protection while the store is unavailable.
     pub fail_open: bool,
+    /// Seals responses in the store.
+    pub seals: bool,
     /// Paths with their own settings. Routes within these plans are ignored.
     pub routes: Vec<Route>,
     /// Gives the settings to the sidecar in a file instead of flags.
@@ -99,6 +104,12 @@ pub struct Plan {
     /// The failpoint at which the sidecar stops and waits to be killed.
     pub failpoint: Option<&'static str>,
 }
+
+/// The settings that are lists.
+const LISTS: [&str; 11] = [
+    "methods", "scope", "key-header", "natural-key", "release-statuses", "stored-headers", "intent-tools",
+    "read-only-tools", "fingerprint.headers", "fingerprint.exclude", "fingerprint.include",
+];
 
 /// A report on a question about an abandoned attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -211,6 +222,7 @@ impl Default for Plan {
             max_response_body: None,
             upstream_timeout: None,
             fail_open: false,
+            seals: false,
             routes: Vec::new(),
             by_file: false,
             failpoint: None,
@@ -427,16 +439,38 @@ impl Plan {
         flags
     }
 
+    /// The seal keys in their secret form, if responses are sealed.
+    pub(crate) fn seal_keys(&self) -> Option<String> {
+        self.seals.then(|| SealKey::from_bytes([7; 32]).to_secret_text().to_string())
+    }
+
+    /// The store that seals responses, if the settings say so.
+    pub(crate) fn sealed(&self, store: Arc<dyn Store>) -> Arc<dyn Store> {
+        match self.seal_keys() {
+            Some(keys) => Arc::new(SealedStore::new(store, Keyring::parse(&keys).expect("seal keys"))),
+            None => store,
+        }
+    }
+
+    /// The settings of a library, by their names in a file.
+    pub(crate) fn named_settings(&self) -> serde_json::Map<String, Value> {
+        // Libraries have sizes as numbers of bytes.
+        let parse = |text: &str| match text.strip_suffix('B').unwrap_or(text).parse::<u64>() {
+            Ok(number) => Value::from(number),
+            Err(_) => Value::from(text),
+        };
+        let value = |name: &str, text: &str| match text {
+            "true" => Value::from(true),
+            list if LISTS.contains(&name) => list.split(',').map(parse).collect(),
+            text => parse(text),
+        };
+        self.options().into_iter().map(|(name, text)| (name.to_owned(), value(name, &text))).collect()
+    }
+
     fn toml(&self) -> String {
         let line = |(name, value): (&str, String)| match value.as_str() {
             "true" => format!("{name} = true\n"),
-            list if [
-                "methods", "scope", "key-header", "natural-key", "release-statuses", "stored-headers",
-                "intent-tools", "read-only-tools", "fingerprint.headers", "fingerprint.exclude",
-                "fingerprint.include",
-            ]
-            .contains(&name) =>
-            {
+            list if LISTS.contains(&name) => {
                 format!("{name} = {:?}\n", list.split(',').collect::<Vec<_>>())
             }
             text if text.bytes().all(|b| b.is_ascii_digit()) => format!("{name} = {text}\n"),
@@ -500,9 +534,9 @@ impl Plan {
             ("server-errors", self.server_errors.map(|policy| format!("{policy:?}").to_lowercase())),
             ("rate-limit.caller", self.new_keys_per_hour.map(|count| format!("{count}/h"))),
             ("rate-limit.key", self.attempts_per_hour.map(|count| format!("{count}/h"))),
-            ("max-request-body", self.max_request_body.map(|bytes| bytes.to_string())),
-            ("request-budget", self.request_budget.map(|bytes| bytes.to_string())),
-            ("max-response-body", self.max_response_body.map(|bytes| bytes.to_string())),
+            ("max-request-body", self.max_request_body.map(|bytes| format!("{bytes}B"))),
+            ("request-budget", self.request_budget.map(|bytes| format!("{bytes}B"))),
+            ("max-response-body", self.max_response_body.map(|bytes| format!("{bytes}B"))),
             ("upstream-timeout", self.upstream_timeout.map(millis)),
         ];
         options.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()

@@ -12,13 +12,13 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use oncegate_core::{
     AttemptId, AuditEntry, CallerTag, Capabilities, Claim, Clock, Command, Complete, Completion, Durability,
     ErrorChain, Fencing, FencingToken, Fingerprint, Grant, Label, ListPage, ListQuery, OnAbandoned, Outcome,
-    Record, RecordId, Release, Renew, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse,
-    SystemClock, Timestamp, codec,
+    Record, RecordId, Release, Renew, ServiceName, Store, StoreError, StoreErrorKind, StoreFuture,
+    StoredResponse, SystemClock, Timestamp, codec,
 };
 use oncegate_engine::Engine;
 use oncegate_http::{IdempotencyContext, RequestBody};
@@ -35,8 +35,8 @@ use crate::plan::Plan;
 use crate::sidecar::signal_child;
 use crate::world::open_shared;
 
-/// Set in the environment of this program, it makes it a child that serves: the address or URL of the store, the
-/// backend's address, the lease and the wait in milliseconds, and the policy for abandoned records.
+/// Set in the environment of this program, it makes it a child that serves: an object with the address or URL of the
+/// store, the backend's address, and settings.
 pub const CHILD: &str = "ONCEGATE_CASES_CHILD";
 
 /// A store on a loopback socket, for as long as this lives.
@@ -303,11 +303,17 @@ pub(crate) struct LayerProcess {
 
 impl LayerProcess {
     pub(crate) async fn start(plan: &Plan, store: &str, backend: SocketAddr) -> Self {
-        let lease = plan.lease.map_or(30_000, millis);
-        let wait = plan.wait.map_or(0, millis);
-        let reexecute = plan.on_abandoned == Some(OnAbandoned::Reexecute);
+        let orders = json!({
+            "store": store,
+            "backend": backend.to_string(),
+            "lease": plan.lease.map_or(30_000, millis),
+            "wait": plan.wait.map_or(0, millis),
+            "reexecute": plan.on_abandoned == Some(OnAbandoned::Reexecute),
+            "methods": plan.methods.as_ref().map(|all| all.iter().map(Method::as_str).collect::<Vec<_>>()),
+            "seals": plan.seals,
+        });
         let mut child = Program::new(std::env::current_exe().expect("the path of this program"))
-            .env(CHILD, format!("{store} {backend} {lease} {wait} {reexecute}"))
+            .env(CHILD, orders.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -344,14 +350,23 @@ impl Drop for LayerProcess {
 
 /// The main function of a child process.
 pub fn child_main() {
-    let orders = std::env::var(CHILD).expect("orders");
-    let mut orders = orders.split(' ');
-    let mut next = || orders.next().expect("five orders");
-    let store = next();
-    let backend = next().parse().expect("an address");
-    let mut time = || Duration::from_millis(next().parse().expect("milliseconds"));
-    let (lease, wait) = (time(), time());
-    let on_abandoned = if next() == "true" { OnAbandoned::Reexecute } else { OnAbandoned::Park };
+    let orders: Value = serde_json::from_str(&std::env::var(CHILD).expect("orders")).expect("orders in JSON");
+    let text = |name: &str| orders[name].as_str().expect("a text").to_owned();
+    let time = |name: &str| Some(Duration::from_millis(orders[name].as_u64().expect("milliseconds")));
+    let method = |name: &Value| name.as_str().and_then(|name| name.parse().ok()).expect("a method");
+    let (store, backend) = (text("store"), text("backend").parse().expect("an address"));
+    let plan = Plan {
+        lease: time("lease"),
+        wait: time("wait"),
+        on_abandoned: Some(if orders["reexecute"] == true {
+            OnAbandoned::Reexecute
+        } else {
+            OnAbandoned::Park
+        }),
+        methods: orders["methods"].as_array().map(|all| all.iter().map(method).collect()),
+        seals: orders["seals"] == true,
+        ..Plan::default()
+    };
     // The pipe ends with the parent, and so does this process.
     std::thread::spawn(|| {
         let _ = std::io::stdin().read_to_end(&mut Vec::new());
@@ -359,17 +374,13 @@ pub fn child_main() {
     });
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
-        let plan = Plan {
-            lease: Some(lease),
-            wait: Some(wait),
-            on_abandoned: Some(on_abandoned),
-            ..Plan::default()
-        };
         let store: Arc<dyn Store> = match store.parse() {
             Ok(address) => Arc::new(RemoteStore { address }),
-            Err(_) => open_shared(store).await,
+            Err(_) => open_shared(&store).await,
         };
-        let engine = Engine::new(store);
+        // The service of the other deployments, with which it shares keys.
+        let service = ServiceName::new("cases").expect("a name");
+        let engine = Engine::builder(plan.sealed(store)).with_service(service).build();
         let server = HttpServer::start(plan.layer(engine).layer(Forward { backend })).await;
         println!("{}", server.address);
         std::future::pending::<()>().await;

@@ -29,12 +29,12 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { lines: watch::Sender::new(Vec::new()) }
     }
 
     /// Reads a pipe of a process to its end.
-    fn read(&self, pipe: impl Read + Send + 'static) {
+    pub(crate) fn read(&self, pipe: impl Read + Send + 'static) {
         let lines = self.lines.clone();
         std::thread::spawn(move || {
             for line in BufReader::new(pipe).lines().map_while(Result::ok) {
@@ -83,6 +83,12 @@ impl Sidecar {
             .arg("--store-timeout=15s")
             .args(plan.flags(dir))
             .env_remove("ONCEGATE_FAILPOINT")
+            // These are for tests, and no settings of the sidecar.
+            .env_remove("ONCEGATE_PYTHON_ENV")
+            .env_remove("ONCEGATE_GO_SERVICE")
+            .env_remove("ONCEGATE_CASES_SHOW")
+            .env_remove("ONCEGATE_SEAL_KEYS")
+            .envs(plan.seal_keys().map(|keys| ("ONCEGATE_SEAL_KEYS", keys)))
             .envs(plan.failpoint.map(|point| ("ONCEGATE_FAILPOINT", point)))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

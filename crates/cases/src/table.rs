@@ -8,6 +8,7 @@ use crate::backend::MARK;
 use crate::client::{Request, Response};
 use crate::databases;
 use crate::framework::Framework;
+use crate::library::Library;
 use crate::plan::Plan;
 use crate::world::{Deployment, StoreKind, World};
 
@@ -25,6 +26,8 @@ pub struct Case {
     pub action: Action,
     /// Runs the function with services on frameworks, too. Lists of requests always run with them.
     pub every_framework: bool,
+    /// Lets the stores of libraries have faults.
+    pub library_faults: bool,
     /// The targets on which the case is not run, each with the reason.
     pub excluded: Vec<(Target, &'static str)>,
 }
@@ -38,17 +41,23 @@ pub enum Target {
     Store(StoreKind),
     /// The deployment on the store.
     Both(Deployment, StoreKind),
+    /// Every library, on every store.
+    Libraries,
+    /// Every library on the store.
+    LibrariesOn(StoreKind),
 }
 
 impl Target {
     fn includes(self, deployment: Deployment, store: StoreKind) -> bool {
-        // Every other deployment is one of sidecars.
-        let is_deployment =
-            |named| named == deployment || named == Deployment::Sidecar && deployment != Deployment::Layer;
+        let is_library = matches!(deployment, Deployment::Library(_));
+        let has_sidecar = deployment != Deployment::Layer && !is_library;
+        let is_deployment = |named| named == deployment || named == Deployment::Sidecar && has_sidecar;
         match self {
             Self::Deployment(named) => is_deployment(named),
             Self::Store(named) => named == store,
             Self::Both(named, kind) => is_deployment(named) && kind == store,
+            Self::Libraries => is_library,
+            Self::LibrariesOn(kind) => is_library && kind == store,
         }
     }
 }
@@ -76,7 +85,15 @@ impl Case {
     /// A case that runs these actions, with default settings, on every target.
     #[must_use]
     pub fn new(name: &'static str, title: &'static str, action: Action) -> Self {
-        Self { name, title, given: Plan::default(), action, every_framework: false, excluded: Vec::new() }
+        Self {
+            name,
+            title,
+            given: Plan::default(),
+            action,
+            every_framework: false,
+            library_faults: false,
+            excluded: Vec::new(),
+        }
     }
 
     /// Sets the settings.
@@ -86,16 +103,45 @@ impl Case {
         self
     }
 
-    /// Excludes the sidecar.
+    /// Excludes the sidecar and the libraries.
     #[must_use]
     pub fn only_layer(self, why: &'static str) -> Self {
-        self.not(Target::Deployment(Deployment::Sidecar), why)
+        self.not(Target::Deployment(Deployment::Sidecar), why).without_libraries(why)
     }
 
-    /// Excludes the layer.
+    /// Excludes the layer and the libraries.
     #[must_use]
     pub fn only_sidecar(self, why: &'static str) -> Self {
-        self.not(Target::Deployment(Deployment::Layer), why)
+        self.not(Target::Deployment(Deployment::Layer), why).without_libraries(why)
+    }
+
+    /// Includes the libraries, which [`Self::only_layer`] and [`Self::only_sidecar`] exclude.
+    #[must_use]
+    pub fn and_libraries(mut self) -> Self {
+        self.excluded.retain(|(target, _)| *target != Target::Libraries);
+        self
+    }
+
+    /// Includes the libraries, on the stores that can have faults.
+    #[must_use]
+    pub fn and_libraries_with_faults(mut self) -> Self {
+        self.library_faults = true;
+        self.and_libraries().not(
+            Target::LibrariesOn(StoreKind::Memory),
+            "a store in the memory of another process has no faults",
+        )
+    }
+
+    /// Excludes every library.
+    #[must_use]
+    pub fn without_libraries(self, why: &'static str) -> Self {
+        self.not(Target::Libraries, why)
+    }
+
+    /// Excludes one library.
+    #[must_use]
+    pub fn without_library(self, library: Library, why: &'static str) -> Self {
+        self.not(Target::Deployment(Deployment::Library(library)), why)
     }
 
     /// Excludes the store in memory.
@@ -104,11 +150,12 @@ impl Case {
         self.not(Target::Store(StoreKind::Memory), why)
     }
 
-    /// Excludes the sidecar on a store that only one process can open.
+    /// Excludes the sidecar and the libraries on a store that only one process can open.
     #[must_use]
     pub fn two_processes(mut self) -> Self {
+        let why = "only one process can open this store";
         for kind in StoreKind::OF_ONE_PROCESS {
-            self = self.not(Target::Both(Deployment::Sidecar, kind), "only one process can open this store");
+            self = self.not(Target::Both(Deployment::Sidecar, kind), why).not(Target::LibrariesOn(kind), why);
         }
         self
     }
@@ -124,6 +171,13 @@ impl Case {
     pub fn without_frameworks(mut self, frameworks: &[Framework], why: &'static str) -> Self {
         let excluded = frameworks.iter().map(|one| (Target::Deployment(Deployment::SidecarOf(*one)), why));
         self.excluded.extend(excluded);
+        self
+    }
+
+    /// Excludes deployments.
+    #[must_use]
+    pub fn without_deployments(mut self, deployments: &[Deployment], why: &'static str) -> Self {
+        self.excluded.extend(deployments.iter().map(|one| (Target::Deployment(*one), why)));
         self
     }
 
@@ -150,6 +204,14 @@ impl Case {
                 return Some("the function controls the service of this process");
             }
             Deployment::SidecarOf(_) if store != STORE_OF_FRAMEWORKS => return Some("one store is enough"),
+            Deployment::Library(_) if !Library::STORES.contains(&store) => {
+                return Some("no library has this store");
+            }
+            Deployment::Library(_) => {
+                if let Some(why) = Library::reason_against(&self.given) {
+                    return Some(why);
+                }
+            }
             _ => {}
         }
         let named = self.excluded.iter().find(|(target, _)| target.includes(deployment, store));
@@ -171,13 +233,20 @@ impl Case {
         let database = Arc::new(databases::TestDatabase::take(store));
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         runtime.expect("a runtime").block_on(async {
-            let (given, database) = (self.given.clone(), database.clone());
+            let mut world = World::new(deployment, database.clone(), self.given.clone());
+            if self.library_faults {
+                world = world.with_faults();
+            }
             match self.action {
                 Action::Steps(steps) => {
-                    run_steps(World::started(deployment, database, given).await, steps()).await;
+                    world.start().await;
+                    run_steps(world, steps()).await;
                 }
-                Action::Run(run) => run(World::started(deployment, database, given).await).await,
-                Action::Start(run) => run(World::new(deployment, database, given)).await,
+                Action::Run(run) => {
+                    world.start().await;
+                    run(world).await;
+                }
+                Action::Start(run) => run(world.with_own_process()).await,
             }
         });
     }

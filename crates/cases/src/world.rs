@@ -1,6 +1,7 @@
 //! A deployment of Oncegate, its store, and the service behind it.
 
 use std::net::SocketAddr;
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -19,10 +20,12 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tower_layer::Layer;
 
-use crate::backend::{Backend, HttpServer};
+use crate::backend::{Backend, HttpServer, PROBE};
 use crate::client::{Connection, Request, Response, ResponseError};
 use crate::databases::{CACHE_TIMEOUT, TestDatabase};
+use crate::faulty_wire::FaultyWire;
 use crate::framework::{CaseServer, Framework};
+use crate::library::{Library, LibraryService};
 use crate::plan::Plan;
 use crate::sidecar::Sidecar;
 
@@ -37,16 +40,21 @@ pub enum Deployment {
     TwoSidecars,
     /// A sidecar of a service on this framework.
     SidecarOf(Framework),
+    /// A service with this library, in its own process.
+    Library(Library),
 }
 
 impl Deployment {
     /// Every deployment.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 8] = [
         Self::Layer,
         Self::Sidecar,
         Self::TwoSidecars,
         Self::SidecarOf(Framework::FastApi),
         Self::SidecarOf(Framework::Express),
+        Self::Library(Library::Node),
+        Self::Library(Library::Python),
+        Self::Library(Library::Go),
     ];
 
     /// The name in the names of tests.
@@ -57,6 +65,7 @@ impl Deployment {
             Self::Sidecar => "sidecar",
             Self::TwoSidecars => "two-sidecars",
             Self::SidecarOf(framework) => framework.name(),
+            Self::Library(library) => library.name(),
         }
     }
 }
@@ -136,7 +145,7 @@ pub struct World {
     pub plan: Plan,
     /// The service behind the deployment.
     pub backend: Backend,
-    /// Faults of the store; only the layer's store can have them.
+    /// Faults of the store. The layer's store can have them, and that of a library [on demand](Self::with_faults).
     pub faults: Faults,
     store: Option<Arc<dyn Store>>,
     embedded: Option<Arc<EmbeddedStore>>,
@@ -145,6 +154,11 @@ pub struct World {
     case_server: Option<CaseServer>,
     dir: TempDir,
     database: Arc<TestDatabase>,
+    /// A service with a library has a process of its own, so that it can be killed.
+    has_own_process: bool,
+    /// The store of a service with a library can have [faults](Self::faults).
+    has_faults: bool,
+    wire: Option<FaultyWire>,
     turn: AtomicUsize,
 }
 
@@ -152,6 +166,7 @@ enum Instance {
     Layer { server: HttpServer, engine: Engine },
     Sidecar(Box<Sidecar>),
     TwoSidecars(Box<[Sidecar; 2]>),
+    Library(LibraryService),
 }
 
 /// A second instance. It ends when this is dropped.
@@ -164,6 +179,7 @@ pub struct SecondInstance {
 enum Running {
     Layer(HttpServer),
     Sidecar(Box<Sidecar>),
+    Library(LibraryService),
 }
 
 /// Opens the store at this URL. Its time-outs are longer than the defaults, for busy machines.
@@ -197,13 +213,6 @@ async fn open_one(url: &str) -> Arc<dyn Store> {
 }
 
 impl World {
-    /// Creates the environment and starts the deployment.
-    pub async fn started(deployment: Deployment, database: Arc<TestDatabase>, plan: Plan) -> Self {
-        let mut world = Self::new(deployment, database, plan);
-        world.start().await;
-        world
-    }
-
     /// Creates the environment. The deployment is not started.
     #[must_use]
     pub fn new(deployment: Deployment, database: Arc<TestDatabase>, plan: Plan) -> Self {
@@ -221,6 +230,9 @@ impl World {
             case_server: None,
             dir: TempDir::with_prefix("oncegate-cases-").expect("a temporary directory"),
             database,
+            has_own_process: false,
+            has_faults: false,
+            wire: None,
             turn: AtomicUsize::new(0),
         }
     }
@@ -230,7 +242,10 @@ impl World {
         assert!(self.instance.is_none(), "the deployment runs");
         self.instance = Some(match self.deployment {
             Deployment::Layer => {
-                let (store, faults) = FaultyStore::new(self.open_store().await);
+                let (store, faults) = FaultyStore::new({
+                    let store = self.open_store().await;
+                    self.plan.sealed(store)
+                });
                 let store: Arc<dyn Store> = Arc::new(store);
                 self.faults = faults;
                 let engine = Engine::new(store);
@@ -246,7 +261,46 @@ impl World {
                 let second = self.start_sidecar(&self.plan, upstream).await;
                 Instance::TwoSidecars(Box::new([first, second]))
             }
+            Deployment::Library(library) => {
+                self.serve_case().await;
+                let backend = self.case_backend();
+                let (kind, url) = (self.database.kind(), self.database.url());
+                if let (true, None, Some(url)) = (self.has_faults, &self.wire, &url) {
+                    self.wire = Some(FaultyWire::start(kind, url, self.faults.clone()).await);
+                }
+                let url = self.wire.as_ref().map(|wire| wire.url.clone()).or(url);
+                Instance::Library(library.open(&self.plan, (kind, url), backend, self.has_own_process).await)
+            }
         });
+    }
+
+    /// Gives a service with a library a process of its own, which can be killed and suspended.
+    #[must_use]
+    pub fn with_own_process(mut self) -> Self {
+        self.has_own_process = true;
+        self
+    }
+
+    /// Lets the store of a service with a library have faults.
+    #[must_use]
+    pub fn with_faults(mut self) -> Self {
+        self.has_faults = true;
+        self
+    }
+
+    /// Opens a service with a library on the store of this environment, without faults.
+    pub(crate) async fn open_library(
+        &self,
+        library: Library,
+        plan: &Plan,
+        has_own_process: bool,
+    ) -> LibraryService {
+        let store = (self.database.kind(), self.database.url());
+        library.open(plan, store, self.case_backend(), has_own_process).await
+    }
+
+    fn case_backend(&self) -> (SocketAddr, u64) {
+        self.case_server.as_ref().expect("a case that is served").backend()
     }
 
     /// Starts the sidecar in front of another service.
@@ -255,10 +309,17 @@ impl World {
         self.instance = Some(Instance::Sidecar(Box::new(self.start_sidecar(&self.plan, upstream).await)));
     }
 
+    /// Serves the backend for services in other languages.
+    pub(crate) async fn serve_case(&mut self) {
+        if self.case_server.is_none() {
+            self.case_server = Some(CaseServer::start(self.backend.clone()).await);
+        }
+    }
+
     /// Serves the backend on a socket, for other processes, and returns its address.
     pub(crate) async fn serve_backend(&mut self) -> SocketAddr {
         if let Deployment::SidecarOf(framework) = self.deployment {
-            self.case_server = Some(CaseServer::start(self.backend.clone()).await);
+            self.serve_case().await;
             return framework.address().await;
         }
         if self.upstream.is_none() {
@@ -298,10 +359,12 @@ impl World {
                 let upstream = self.upstream.as_ref().expect("a running deployment").address;
                 Running::Sidecar(Box::new(self.start_sidecar(plan, upstream).await))
             }
+            Deployment::Library(library) => Running::Library(self.open_library(library, plan, false).await),
         };
         let address = match &running {
             Running::Layer(server) => server.address,
             Running::Sidecar(sidecar) => sidecar.address,
+            Running::Library(service) => service.address,
         };
         SecondInstance { address, _running: running }
     }
@@ -334,6 +397,47 @@ impl World {
         store
     }
 
+    /// Suspends the process of the deployment.
+    pub fn stop_process(&mut self) {
+        match &self.instance {
+            Some(Instance::Library(service)) => service.stop(),
+            _ => self.sidecar().stop(),
+        }
+    }
+
+    /// Resumes the process of the deployment.
+    pub fn resume_process(&mut self) {
+        match &self.instance {
+            Some(Instance::Library(service)) => service.resume(),
+            _ => self.sidecar().resume(),
+        }
+    }
+
+    /// Asks the process of the deployment to end.
+    pub fn terminate_process(&mut self) {
+        match &self.instance {
+            Some(Instance::Library(service)) => service.terminate(),
+            _ => self.sidecar().terminate(),
+        }
+    }
+
+    /// The exit status of the process of the deployment, if it ended.
+    pub fn process_exited(&mut self) -> Option<ExitStatus> {
+        match &self.instance {
+            Some(Instance::Library(service)) => service.exited(),
+            _ => self.sidecar().exited(),
+        }
+    }
+
+    /// The output of the process of the deployment so far.
+    #[must_use]
+    pub fn process_output(&mut self) -> String {
+        match &self.instance {
+            Some(Instance::Library(service)) => service.printed(),
+            _ => self.sidecar().printed(),
+        }
+    }
+
     /// The running sidecar.
     #[must_use]
     pub fn sidecar(&mut self) -> &mut Sidecar {
@@ -348,6 +452,8 @@ impl World {
         match self.instance.take() {
             Some(Instance::Sidecar(mut sidecar)) => sidecar.kill(),
             Some(Instance::TwoSidecars(mut both)) => both.iter_mut().for_each(Sidecar::kill),
+            Some(Instance::Library(service)) if self.has_own_process => service.kill(),
+            Some(Instance::Library(service)) => drop(service),
             Some(Instance::Layer { server, engine }) => {
                 drop(server);
                 engine.drain(Duration::from_secs(5)).await;
@@ -378,14 +484,29 @@ impl World {
             Instance::Layer { server, .. } => server.address,
             Instance::Sidecar(sidecar) => sidecar.address,
             Instance::TwoSidecars(both) => both[self.turn.fetch_add(1, Ordering::Relaxed) % 2].address,
+            Instance::Library(service) => service.address,
+        }
+    }
+
+    /// Opens the store of several processes for an operator.
+    pub(crate) async fn open_operators_store(&self) -> Arc<dyn Store> {
+        open_shared(&self.database.url().expect("a store of several processes")).await
+    }
+
+    /// The store that an operator uses directly, if the deployment has no admin address.
+    async fn operators_store(&self) -> Option<Arc<dyn Store>> {
+        match &self.instance {
+            Some(Instance::Layer { engine, .. }) => Some(engine.store().clone()),
+            Some(Instance::Library(_)) => Some(self.open_operators_store().await),
+            _ => None,
         }
     }
 
     /// The identifier and the name of the state of every record, as an operator sees them.
     pub async fn records(&self) -> Vec<(String, String)> {
-        if let Some(Instance::Layer { engine, .. }) = &self.instance {
-            let page = engine.store().list(ListQuery::default()).await.expect("a list");
-            let now = engine.store().now();
+        if let Some(store) = self.operators_store().await {
+            let page = store.list(ListQuery::default()).await.expect("a list");
+            let now = store.now();
             let show = |(id, record): (RecordId, Record)| {
                 (id.to_string(), record.state_name(now).as_str().to_owned())
             };
@@ -400,7 +521,7 @@ impl World {
 
     /// Submits the decision of an operator about an operation. Returns `true` if it was accepted.
     pub async fn resolve(&self, record: &str, verdict: OperatorDecision) -> bool {
-        if let Some(Instance::Layer { engine, .. }) = &self.instance {
+        if let Some(store) = self.operators_store().await {
             let fields = [("content-type", &b"text/plain"[..])];
             let response =
                 StoredResponse::new(202, &fields, &[RESOLVED.into()], &[]).expect("a small response");
@@ -425,7 +546,7 @@ impl World {
                 reason: "in the ledger".to_owned(),
             });
             let id = RecordId::from_hex(record).expect("an identifier");
-            let outcome = engine.store().apply(id, command).await.expect("an outcome");
+            let outcome = store.apply(id, command).await.expect("an outcome");
             return matches!(outcome, Outcome::Resolved { .. });
         }
         let (path, body) = match verdict {
@@ -459,8 +580,8 @@ impl World {
 
     /// The newest entry of the audit trail: state before, state after, actor, reason.
     pub async fn last_audit(&self) -> Option<[String; 4]> {
-        if let Some(Instance::Layer { engine, .. }) = &self.instance {
-            let entry = engine.store().audit(None, 1).await.expect("a trail").into_iter().next()?;
+        if let Some(store) = self.operators_store().await {
+            let entry = store.audit(None, 1).await.expect("a trail").into_iter().next()?;
             let (from, to) = (entry.from.as_str().to_owned(), entry.to.as_str().to_owned());
             return Some([from, to, entry.actor, entry.reason]);
         }
@@ -487,7 +608,9 @@ impl World {
         if let Some(script) = request.script.take() {
             request.fields.push(self.backend.order(script));
         }
-        request.fields.extend(self.case_server.as_ref().map(CaseServer::field));
+        if let Deployment::SidecarOf(_) = self.deployment {
+            request.fields.extend(self.case_server.as_ref().map(CaseServer::field));
+        }
         request
     }
 
@@ -504,6 +627,30 @@ impl World {
         self.connect().await.exchange(&self.ready(request)).await
     }
 
+    /// Ends the faults of the store, and waits until the deployment uses the store again: a library leaves a store that failed
+    /// alone for a moment.
+    pub async fn heal(&self) {
+        self.faults.heal();
+        if !self.leaves_the_store_alone() {
+            return;
+        }
+        let mut looks = 0;
+        until("the store is used again", async || {
+            looks += 1;
+            let look = Request::post(PROBE).key(format!("look-{looks}"));
+            let response = self.send(look).await;
+            response.status() == 200 && response.get("idempotency-status").is_none()
+        })
+        .await;
+    }
+
+    /// `true` if the deployment sends nothing to a store for a moment after several failures, so that requests are refused
+    /// with `store-unavailable`.
+    #[must_use]
+    pub fn leaves_the_store_alone(&self) -> bool {
+        matches!(self.deployment, Deployment::Library(_))
+    }
+
     /// Sends a request in the background.
     #[must_use]
     pub fn start_send(&self, request: Request) -> tokio::task::JoinHandle<Result<Response, ResponseError>> {
@@ -511,12 +658,15 @@ impl World {
         tokio::spawn(async move { Connection::open(address).await.exchange(&request).await })
     }
 
-    /// Sends the request again and again until it is no longer in progress.
+    /// Sends the request again and again until it is no longer in progress. A library whose store has failed may refuse it
+    /// until it knows the outcome.
     pub async fn settled(&self, request: &Request) -> Response {
         let mut last = None;
         until("the request is no longer in progress", async || {
             let response = self.send(request.clone()).await;
-            let in_progress = response.status() == 409;
+            let knows_no_outcome =
+                self.has_faults && self.leaves_the_store_alone() && response.status() == 503;
+            let in_progress = response.status() == 409 || knows_no_outcome;
             last = Some(response);
             !in_progress
         })

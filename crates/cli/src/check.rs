@@ -60,7 +60,11 @@ pub(crate) struct CheckArgs {
 pub(crate) fn run(args: &CheckArgs) -> ExitCode {
     let mut report = Report::new(args.json);
     let variables = match &args.env_file {
-        Some(file) => env_file::over(file, std::env::vars_os()),
+        Some(file) => env_file::over(file, std::env::vars_os()).map(|unit| {
+            unit.mistakes.into_iter().for_each(|mistake| report.error(mistake));
+            unit.doubts.into_iter().for_each(|doubt| report.warn(doubt));
+            unit.variables
+        }),
         None => Ok(std::env::vars_os().collect()),
     };
     match variables {
@@ -263,7 +267,11 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
         summary => summary,
     };
     report.ok(format!("configuration: {summary}"));
-    let token = if config.admin_token.is_some() { "with a token" } else { "for this machine only" };
+    let token = match (&config.admin_token, &config.metrics_token) {
+        (Some(_), Some(_)) => "with a token, and another one for /metrics alone",
+        (Some(_), None) => "with a token",
+        (None, _) => "for this machine only",
+    };
     report.ok(format!("addresses: requests on {}, admin on {}, {token}", config.listen, config.admin));
     if is_online {
         online::service(config, report);
@@ -366,13 +374,17 @@ pub(crate) fn readable_by_all_users(what: &str, file: &Path) -> Option<String> {
 
 /// Checks the schema and the settings of the database. Nothing is written.
 fn postgres(url: &StoreUrl, ids: Option<IdScheme>, report: &mut Report) {
-    if let Some(Err(why)) = ids.map(|ids| crate::schema::verify_ids(url.reveal(), ids)) {
+    let problem = ids.and_then(|ids| crate::schema::verify_ids(url.reveal(), ids).err());
+    if let Some(why) = &problem {
         report.error(format!("store {url}: {why}"));
     }
+    // A store of another id secret is refused, whatever its server does.
+    let (can_be_used, but) =
+        if problem.is_some() { ("", "") } else { ("can be used; ", "can be used, but ") };
     match crate::schema::usable(url.reveal()) {
-        Ok(true) => report.ok(format!("store {url}: can be used; its commits are flushed to disk")),
+        Ok(true) => report.ok(format!("store {url}: {can_be_used}its commits are flushed to disk")),
         Ok(false) => report.warn(format!(
-            "store {url}: can be used, but its commits are NOT flushed to disk (fsync or synchronous_commit is off): a crash of \
+            "store {url}: {but}its commits are NOT flushed to disk (fsync or synchronous_commit is off): a crash of \
              the server may lose records, and their operations execute again"
         )),
         Err(error) => report.error(format!("store {error}")),
@@ -461,10 +473,9 @@ fn existing_store(
         }
     };
     match oncegate_embedded::check_each(options, &mut note) {
-        Ok(mut found) => {
+        Ok(found) => {
             let now = SystemClock::new().now();
-            let mark = mark.filter(|mark| !mark.is_expired(now));
-            leave_out(mark.as_ref(), now, &mut found);
+            let mark = mark.filter(|_| found.has_mark);
             content(dir, &found, observed.open(now), report);
             let has_records = found.records.values().any(|count| *count > 0) || !found.unreadable.is_empty();
             if let Some(problem) = ids.and_then(|ids| ids.problem_with(mark.as_ref(), has_records)) {
@@ -484,17 +495,6 @@ fn existing_store(
              --salvage: requests whose records are missing would execute again"
         )),
         Err(error) => report.error(format!("store {shown}: {}", ErrorChain(&error))),
-    }
-}
-
-/// Removes the mark of the id secret from the count of records.
-fn leave_out(mark: Option<&Record>, now: Timestamp, found: &mut CheckReport) {
-    let Some(state) = mark.map(|mark| mark.state_name(now)) else { return };
-    if let Some(count) = found.records.get_mut(&state) {
-        *count -= 1;
-        if *count == 0 {
-            found.records.remove(&state);
-        }
     }
 }
 
@@ -731,6 +731,9 @@ fn salvage(draft: &Draft, to: &Path, report: &mut Report) {
     if found.lost.len() > report.max_named {
         let more = found.lost.len() - report.max_named;
         report.error(format!("{shown}: and {more} more lost parts"));
+    }
+    if let Some(advice) = found.mark_advice() {
+        report.error(format!("{shown}: {advice}"));
     }
     if !found.is_complete() {
         report.error(format!(

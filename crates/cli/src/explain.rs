@@ -58,7 +58,7 @@ impl Row {
     }
 
     fn unset(name: &'static str, source: String) -> Self {
-        Self { name, raw: None, value: "–".to_owned(), source, origin: Origin::Default }
+        Self { name, raw: None, value: NO_VALUE.to_owned(), source, origin: Origin::Default }
     }
 }
 
@@ -173,6 +173,9 @@ pub(crate) fn rows(config: &Config, route: Option<usize>, given: &GivenEntries) 
     settings.chain(effective.only_in_profile()).collect()
 }
 
+/// The text of a value that a profile does not have.
+const NO_VALUE: &str = "–";
+
 /// The settings that apply on a route, or outside of routes.
 pub(crate) struct EffectiveSettings<'a> {
     given: &'a GivenEntries,
@@ -190,7 +193,11 @@ impl<'a> EffectiveSettings<'a> {
         let completion = Setting::named("completion")
             .and_then(|setting| given.of(setting, route))
             .filter(|_| applies.settings.completed_by() == CompletedBy::Upstream);
-        let by_profile = profile.rows();
+        let mut by_profile = profile.rows();
+        // The setting is the name alone; only a profile sets the value of the field.
+        if let Some((_, marker)) = by_profile.iter_mut().find(|(name, _)| *name == "replay-marker") {
+            *marker = profile.replay_marker().0;
+        }
         Self { given, route, by_profile, profile: format!("profile {}", profile.name()), completion }
     }
 
@@ -210,6 +217,8 @@ impl<'a> EffectiveSettings<'a> {
         }
         let by_profile = self.by_profile.iter().find(|(own, _)| *own == name);
         match (by_profile, setting.default) {
+            // No header field carries the key, which a setting cannot say.
+            (Some((_, value)), _) if value == NO_VALUE => Row::unset(name, self.profile.clone()),
             (Some((_, value)), _) => {
                 Row::new(name, Raw::Text(value.clone()), self.profile.clone(), Origin::Profile)
             }

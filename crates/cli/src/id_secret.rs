@@ -1,4 +1,5 @@
-//! `oncegate id-secret`: makes the secret that keys the identities of records, and shows the name of one.
+//! `oncegate id-secret`: makes the secret that keys the identities of records, shows the name of one, and puts back the mark of a
+//! store that has lost it.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -10,8 +11,9 @@ use clap::{Args, Subcommand};
 use oncegate_core::IdSecret;
 
 use crate::config::id_secret_in;
+use crate::keys::{RestoreArgs, run_restore};
 
-/// Makes the secret that keys the identities of records, and shows the name of one.
+/// Makes the secret that keys the identities of records, shows its name, and puts back the mark of a store that has lost it.
 #[derive(Args, Debug)]
 pub(crate) struct IdSecretArgs {
     #[command(subcommand)]
@@ -31,19 +33,21 @@ enum IdSecretCommand {
         /// The file
         file: PathBuf,
     },
+    /// Puts the mark back on the store of a running sidecar that refuses requests, because the store has records and no mark
+    Restore(RestoreArgs),
 }
 
 /// Runs the command. The exit code reports how it ended.
 pub(crate) fn run(args: &IdSecretArgs) -> ExitCode {
-    let out = &mut io::stdout().lock();
     let result = match &args.command {
-        IdSecretCommand::New { out: None } => new().and_then(|secret| print(out, &secret.to_secret_text())),
+        IdSecretCommand::Restore(args) => return run_restore(args),
+        IdSecretCommand::New { out: None } => new().and_then(|secret| print(&secret.to_secret_text())),
         IdSecretCommand::New { out: Some(file) } => new()
             .and_then(|secret| write_new(file, &secret).map(|()| secret))
-            .and_then(|secret| print(out, &secret.name().to_string())),
+            .and_then(|secret| print(&secret.name().to_string())),
         IdSecretCommand::Name { file } => id_secret_in(file)
             .map_err(|why| format!("{}: {why}", file.display()))
-            .and_then(|secret| print(out, &secret.name().to_string())),
+            .and_then(|secret| print(&secret.name().to_string())),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -60,8 +64,9 @@ fn new() -> Result<IdSecret, String> {
     Ok(IdSecret::from_bytes(bytes))
 }
 
-fn print(out: &mut impl Write, line: &str) -> Result<(), String> {
-    writeln!(out, "{line}").map_err(|error| format!("cannot write to the standard output: {error}"))
+fn print(line: &str) -> Result<(), String> {
+    writeln!(io::stdout().lock(), "{line}")
+        .map_err(|error| format!("cannot write to the standard output: {error}"))
 }
 
 /// An existing file is never replaced: it may be the only copy of the secret of a store.

@@ -98,6 +98,14 @@ pub(crate) fn level() -> Option<CurrentLevel> {
     LOG.get().map(|log| log.levels.current())
 }
 
+/// Checks a level as [`set_level`] takes it.
+///
+/// # Errors
+/// The reason why it is none.
+pub(crate) fn check_level(text: &str) -> Result<(), String> {
+    filter(text.trim()).map(drop)
+}
+
 /// Sets the level until `until`, or falls back to the level of the start without a value.
 ///
 /// # Errors

@@ -26,6 +26,7 @@ mod demo;
 mod explain;
 #[cfg(feature = "failpoints")]
 mod failpoint;
+mod files;
 mod id_secret;
 mod keys;
 mod line_writer;
@@ -155,18 +156,21 @@ enum Command {
     SealKey(SealKeyArgs),
     /// Seals the records of a running sidecar's store anew, with the key that seals now, so that older keys are no longer needed.
     ///
-    /// Works page by page while sidecars serve, and may be stopped and run again at any time. Exit codes: 0 everything is sealed
-    /// with that key, 1 refused, or records are left (their number is printed), 2 wrong usage, 3 the sidecar cannot be reached.
+    /// Works page by page while sidecars serve, and may be stopped and run again at any time. With --store, the same for a
+    /// directory that no process has open. Exit codes: 0 everything is sealed with that key, 1 refused, or records are left
+    /// (their number is printed), 2 wrong usage, 3 the sidecar cannot be reached.
     Reseal(ResealArgs),
     /// Removes the stored responses and steps of a caller, for a request for deletion. Their keys stay protected: retries are
     /// refused and never executed.
     ///
-    /// Only completed records are changed. The others are named, and make the exit code 1: run it again until there are none. It
-    /// cannot be undone. Other exit codes as for `oncegate keys`.
+    /// Only completed records are changed. The others are named, and make the exit code 1: run it again until there are none.
+    /// It cannot be undone. A caller of whom the store has no record is exit code 1, too, so that a slip in the caller is no
+    /// success. Other exit codes as for `oncegate keys`.
     Forget(ForgetArgs),
-    /// Makes the secret that keys the identities of records, for a new store.
+    /// Makes the secret that keys the identities of records, for a new store, and puts back the mark of a store that has lost it.
+    ///
     /// A store keeps its secret for its whole life: all sidecars on it need it, and it cannot be replaced. Exit codes: 0 done,
-    /// 1 failed or refused, 2 wrong usage.
+    /// 1 failed or refused, 2 wrong usage, 3 the sidecar cannot be reached.
     IdSecret(IdSecretArgs),
     /// Sends one request until there is a definite response: for scripts and cron jobs, where curl --retry would pay twice.
     ///
@@ -184,7 +188,7 @@ enum Command {
     Probe(Box<ProbeArgs>),
     /// Prepares a database for its store: prints the SQL, applies it, or shows the version of the database.
     ///
-    /// Exit codes: 0 done, 1 failed, or not the version that this program needs, 2 wrong usage.
+    /// Exit codes: 0 done, 1 failed, or not the version that this program needs, 2 wrong usage, 3 the database cannot be reached.
     Schema(SchemaArgs),
     /// Writes a new configuration file, in which every setting is explained.
     ///
@@ -199,6 +203,9 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    // Before the arguments are parsed, which takes milliseconds. If that fails, what the program does next fails with a message.
+    let _refused =
+        signals::keep_running(std::env::args_os().nth(1).is_some_and(|command| command == "proxy"));
     let parsed = Oncegate::try_parse().unwrap_or_else(|mut error| {
         config::drop_far_suggestion(&mut error);
         config::add_tip(&mut error);
@@ -228,7 +235,7 @@ fn run(command: Command) -> ExitCode {
         Command::IdSecret(args) => return id_secret::run(&args),
         Command::Call(args) => return call::run(&args),
         Command::Probe(args) => return probe::run(&args),
-        Command::Schema(args) => schema::run(&args),
+        Command::Schema(args) => return schema::run(&args),
         Command::DeadLetters(args) => return messages::run_dead_letters(&args),
         Command::Outbox(args) => return messages::run_outbox(&args),
         Command::Tap(args) => return tap::run(&args),

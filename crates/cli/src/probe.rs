@@ -16,6 +16,7 @@ use tokio::sync::oneshot;
 use crate::admin::time;
 use crate::call::trusting_file;
 use crate::config::{ProfileChoice, duration, read_profile};
+use crate::files;
 use crate::proxy::tls;
 use crate::signals::Signals;
 use crate::style::{Tone, paint};
@@ -139,7 +140,7 @@ fn probe(args: &ProbeArgs) -> Result<Report, ProbeError> {
     let file = &args.operation;
     let at =
         |error: &dyn std::fmt::Display| ProbeError::Usage(format!("--operation {}: {error}", file.display()));
-    let text = std::fs::read_to_string(file).map_err(|error| at(&error))?;
+    let text = files::read_text(file, files::MAX_TEXT).map_err(|error| at(&error))?;
     let operation = Operation::parse(&text, &|name| std::env::var(name).ok()).map_err(|error| at(&error))?;
     let profile = profile(&args.profile)?;
     if profile.protocol() == Protocol::Mcp {
@@ -281,7 +282,7 @@ fn profile(choice: &ProfileChoice) -> Result<Profile, ProbeError> {
         ProfileChoice::Shipped(profile) => return Ok((**profile).clone()),
         ProfileChoice::File(path) => path,
     };
-    let text = std::fs::read_to_string(path)
+    let text = files::read_text(path, files::MAX_TEXT)
         .map_err(|error| ProbeError::Usage(format!("--profile {}: {error}", path.display())))?;
     let name = path.file_stem().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     Profile::parse(&name, &text).map_err(|errors| {

@@ -71,7 +71,9 @@ fn outcome(text: &str) -> Result<String, String> {
     if OutcomeGroup::of_outcome(text).is_some() || groups.clone().any(|group| group == text) {
         return Ok(text.to_owned());
     }
-    let names: Vec<_> = groups.filter(|name| *name != "unprotected").collect();
+    let names = groups.filter(|name| *name != "unprotected");
+    // As in the help: an outcome that is no group of its own, and no problem.
+    let names: Vec<_> = names.chain(["failed-open"]).collect();
     let hint = did_you_mean(text, names.iter().copied());
     Err(format!("it is neither one of {} nor the name of a problem{hint}", names.join(", ")))
 }

@@ -149,7 +149,12 @@ impl RequestRunner {
                             );
                             paid = Some(cost);
                             sleep(pause).await;
-                            continue;
+                            // The pause was longer if the machine was suspended meanwhile, and the service may have forgotten
+                            // the key.
+                            if !self.expires(ask, created_at, doubt, Duration::ZERO) {
+                                continue;
+                            }
+                            SendErrorKind::KeyLifetime
                         }
                         None => SendErrorKind::Budget,
                     }

@@ -15,7 +15,8 @@
 ///     }
 ///
 ///     delegate_store!(
-///         self, self.0 => lookup list purge audit check changed advisories usage clock_skew accept_clock now capabilities
+///         self, self.0 => lookup list survey purge audit check changed open_transactions advisories usage clock_skew
+///             accept_clock now capabilities
 ///     );
 /// }
 ///
@@ -61,6 +62,14 @@ macro_rules! delegate_store {
             $inner.list(query)
         }
     };
+    (@survey $self:ident, $inner:expr) => {
+        fn survey(
+            &$self,
+            query: $crate::SurveyQuery,
+        ) -> $crate::StoreFuture<'_, Option<$crate::Survey>> {
+            $inner.survey(query)
+        }
+    };
     (@purge $self:ident, $inner:expr) => {
         fn purge(&$self, limit: usize) -> $crate::StoreFuture<'_, usize> {
             $inner.purge(limit)
@@ -86,6 +95,11 @@ macro_rules! delegate_store {
             id: $crate::RecordId,
         ) -> ::std::pin::Pin<Box<dyn ::std::future::Future<Output = ()> + Send + '_>> {
             $inner.changed(id)
+        }
+    };
+    (@open_transactions $self:ident, $inner:expr) => {
+        fn open_transactions(&$self) -> $crate::StoreFuture<'_, ::std::vec::Vec<::std::string::String>> {
+            $inner.open_transactions()
         }
     };
     (@advisories $self:ident, $inner:expr) => {

@@ -15,11 +15,21 @@
 //!  own mark          -                                     on trial: waits; for good: serves, renews it
 //! ```
 //!
-//! A successful check counts for [`VALID`] from the moment at which it began. A claim without a valid check asks first. If the
-//! mark is out of reach then, a process that has served goes on: on a cluster, the record may be on another node than the mark.
-//! A process that has not served yet executes nothing before its first check. The
-//! trial lasts longer than a check is valid, so a process without a secret that found no mark has stopped, or has written a
-//! record, before a process with a secret executes anything. A store in this process needs no trial.
+//! A successful check counts for [`VALID`] from the moment at which it began, by both clocks of the machine: the monotonic one
+//! stands still while the machine is suspended. A claim without a valid check asks first. If the check ends to count while the
+//! claim is on its way, a granted claim asks again before it executes. If the mark cannot be read then, a process that has
+//! served goes on: on a cluster, the record may be on another node than the mark. It asks again at once, one claim after the
+//! other, and a failed check counts no longer than a successful one. A process that has not served yet executes and
+//! writes nothing before its first check.
+//!
+//! A grant that follows a check within [`VALID`] is in the store less than [`TRIAL`] after that check. So a process without a
+//! secret that found no mark has stopped, or has written a record, before a process with a secret ends its trial and executes
+//! anything. Applications write records in transactions of their own, which may be longer: each began before a check of theirs
+//! ended to count, so the trial also waits for all that are open at its end, and then looks for records. A store in this process
+//! needs no trial.
+//!
+//! A process that has found the mark of another secret never serves, not even if that mark is gone later: the store may have lost
+//! it and kept the records. An operator who empties a store starts its processes again.
 //!
 //! The mark is on trial while its retention is [`TRIAL_RETENTION`], and then lapses by itself. The process that ends the trial
 //! renews the mark under the token that it had during the trial, so the mark has never been absent in between. It is there for
@@ -30,14 +40,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::clock::{Clock, SystemClock};
-use crate::decide::{Claim, Command, OnAbandoned, Outcome, Release, Renew};
+use crate::clock::{Clock, SystemClock, Timestamp};
+use crate::decide::{Claim, Command, Grant, OnAbandoned, Outcome, Release, Renew};
 use crate::delegate_store;
 use crate::id::{CallerTag, FencingToken, RecordId};
 use crate::id_secret::{IdScheme, IdSecret, IdSecretName};
 use crate::limits;
 use crate::record::{Label, Record, State};
-use crate::store::{Advisory, Extent, IntoStore, ListPage, ListQuery, Store, StoreError, StoreFuture};
+use crate::store::{
+    Advisory, Extent, IntoStore, ListPage, ListQuery, Store, StoreError, StoreErrorKind, StoreFuture, Survey,
+    SurveyQuery,
+};
 
 /// The record that marks a store as that of one id secret: `SHA-256("oncegate-id-secret-1")`. No request has it.
 pub const ID_SECRET_RECORD: RecordId = RecordId::from_bytes([
@@ -61,9 +74,8 @@ const RENEW_AFTER: Duration = Duration::from_secs(30 * 60);
 /// The time for which a refusal is repeated without asking the store again.
 const REFUSED_FOR: Duration = Duration::from_secs(1);
 
-/// The time for which a process that has served goes on without a check after one failed: a node of a cluster that is away
-/// answers after seconds only, and most claims do not concern it.
-const FAILED_FOR: Duration = Duration::from_secs(10);
+/// The shortest time from the beginning of a failed check to that of the next one.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// The most records that one page of the search for records asks for. One is enough to know.
 const PAGE: usize = 16;
@@ -78,7 +90,7 @@ pub enum IdProblem {
     /// The store belongs to a secret, and this process has none.
     #[error(
         "the store belongs to the id secret {}, and this process has none: without it every key would be new, and retries would \
-         execute again. Configure that id secret, or use another store",
+         execute again. Configure that id secret, or use another store, and start this process again",
         named(store)
     )]
     Missing {
@@ -88,7 +100,7 @@ pub enum IdProblem {
     /// The store belongs to another secret.
     #[error(
         "the store belongs to the id secret {}, and this process has {own}: with it every key would be new, and retries would \
-         execute again. Configure the id secret of the store, or use another store",
+         execute again. Configure the id secret of the store, or use another store, and start this process again",
         named(store)
     )]
     Other {
@@ -101,19 +113,30 @@ pub enum IdProblem {
     #[error(
         "the store has records without the id secret {own}: with it their keys would be new, and retries would execute again. Use an \
          empty store (another schema, prefix or directory). If the records are of this secret, and the store has lost the record \
-         that marks it, start this process again after one that still serves has put it back; never remove the secret"
+         that marks it, a process that still serves puts it back, and so does `oncegate id-secret restore`; never remove the secret"
     )]
     HasRecords {
         /// The secret of this process.
         own: IdSecretName,
     },
     /// The store is new to the secret, and the first process with it waits for others to notice.
-    #[error("the store is new to the id secret {own}, and is used from {} s on, if no process without it writes", left.as_secs() + 1)]
+    #[error("the store is new to the id secret {own}, and is used from {} s on, if no process without it writes", left.as_millis().div_ceil(1000))]
     Trial {
         /// The secret of this process.
         own: IdSecretName,
         /// The rest of the trial.
         left: Duration,
+    },
+    /// The store is new to the secret, and transactions that began before may still write records without it.
+    #[error(
+        "the store is new to the id secret {own}, and is used as soon as the {count} transactions have ended that were open in its \
+         database, if none of them wrote a record without it"
+    )]
+    OpenTransactions {
+        /// The secret of this process.
+        own: IdSecretName,
+        /// The number of transactions that are still open.
+        count: usize,
     },
 }
 
@@ -125,7 +148,17 @@ impl IdProblem {
     /// Returns true if it ends by itself.
     #[must_use]
     pub const fn is_temporary(&self) -> bool {
-        matches!(self, Self::Trial { .. })
+        self.next_check().is_some()
+    }
+
+    /// The time after which another check may find that it has ended. `None` if it does not end by itself.
+    #[must_use]
+    pub const fn next_check(&self) -> Option<Duration> {
+        match self {
+            Self::Trial { left, .. } => Some(*left),
+            Self::OpenTransactions { .. } => Some(Duration::from_millis(500)),
+            _ => None,
+        }
     }
 }
 
@@ -156,6 +189,25 @@ impl IdScheme {
     }
 }
 
+/// The [mark](ID_SECRET_RECORD) of a store, as a process sees it that may have an id secret.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum IdMark {
+    /// It is that of the secret of this process.
+    Own,
+    /// It is the own one, and on trial: a store that is new to the secret, or on which a trial has failed, until it lapses.
+    Trial,
+    /// It is that of another secret, with the name if it has one.
+    Other(Option<IdSecretName>),
+    /// There is none.
+    Missing {
+        /// True if the store has records.
+        has_records: bool,
+    },
+    /// Its record is damaged: nothing tells whose it is.
+    Damaged,
+}
+
 /// The reason why a check failed.
 enum CheckError {
     Problem(IdProblem),
@@ -182,27 +234,86 @@ pub struct IdGuard {
     store: Arc<dyn Store>,
     ids: IdScheme,
     clock: Arc<dyn Clock>,
-    /// The times, in milliseconds of the clock's `elapsed`, from which a claim checks again, and from which the last check no
-    /// longer counts.
+    /// The time from which a claim checks again, in milliseconds of the clock's `elapsed`.
     check_from: AtomicU64,
-    valid_until: AtomicU64,
-    /// The time until which a failed check is not repeated.
-    failed_until: AtomicU64,
+    /// The time from which the last check no longer counts.
+    valid_until: Deadline,
+    /// The time until which a process that has served goes on after a failed check, and from which one claim asks again.
+    failed_until: Deadline,
+    retry_from: AtomicU64,
     /// True if a check has succeeded, and none has found another secret since.
     has_passed: AtomicBool,
-    /// True while a claim checks again before the last check ends to count.
+    /// True while a claim checks again, and the others go on.
     is_checking: AtomicBool,
     state: Mutex<GuardState>,
 }
 
+/// A moment by both clocks.
+#[derive(Clone, Copy, Debug)]
+pub struct CheckTime {
+    elapsed: Duration,
+    wall: Timestamp,
+}
+
+/// A moment in the future, by both clocks, in milliseconds: whichever shows it first. The monotonic clock stands still while the
+/// machine is suspended, and the wall clock may be set back.
+#[derive(Debug, Default)]
+struct Deadline {
+    elapsed: AtomicU64,
+    wall: AtomicU64,
+}
+
+impl Deadline {
+    /// Sets it to this time after a moment, unless it is later.
+    fn extend(&self, begun: CheckTime, by: Duration) {
+        let elapsed = millis(begun.elapsed + by);
+        // The wall clock may have been set back, so the later of two readings is not the newer one.
+        if self.elapsed.fetch_max(elapsed, Ordering::AcqRel) <= elapsed {
+            self.wall.store(begun.wall.after(by).as_millis(), Ordering::Release);
+        }
+    }
+
+    fn clear(&self) {
+        self.elapsed.store(0, Ordering::Release);
+    }
+
+    fn is_ahead_of(&self, now: CheckTime) -> bool {
+        millis(now.elapsed) < self.elapsed.load(Ordering::Acquire)
+            && now.wall.as_millis() < self.wall.load(Ordering::Acquire)
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
 #[derive(Default)]
 struct GuardState {
-    /// The result of the last check, and its time, if it was a refusal.
-    problem: Option<(IdProblem, Duration)>,
-    /// The time at which this process saw the mark on trial first, and the mark's token.
-    trial: Option<(Duration, FencingToken)>,
+    /// The result of the last check, if it was a refusal.
+    problem: Option<Refused>,
+    /// The problem of the mark of another secret, if the store had one that was there for good.
+    foreign: Option<IdProblem>,
+    /// The mark on trial.
+    trial: Option<Trial>,
     /// The time at which this process renewed the mark last.
     renewed_at: Option<Duration>,
+}
+
+/// A check that was a refusal, with the times of its beginning and its end.
+#[derive(Clone, Copy)]
+struct Refused {
+    problem: IdProblem,
+    begun: Duration,
+    ended: Duration,
+}
+
+/// A mark on trial, as this process saw it.
+struct Trial {
+    token: FencingToken,
+    /// The time at which this process saw it first.
+    since: Duration,
+    /// The transactions that were open when the time of the trial was over and have not ended since; `None` before.
+    open: Option<Vec<String>>,
 }
 
 impl IdGuard {
@@ -212,7 +323,7 @@ impl IdGuard {
         Self::with_clock(store, ids, SystemClock::new())
     }
 
-    /// The same, with another clock, of which only the elapsed time counts.
+    /// The same, with another clock.
     #[must_use]
     pub fn with_clock(store: impl IntoStore, ids: IdScheme, clock: impl Clock) -> Self {
         Self {
@@ -220,8 +331,9 @@ impl IdGuard {
             ids,
             clock: Arc::new(clock),
             check_from: AtomicU64::new(0),
-            valid_until: AtomicU64::new(0),
-            failed_until: AtomicU64::new(0),
+            valid_until: Deadline::default(),
+            failed_until: Deadline::default(),
+            retry_from: AtomicU64::new(0),
             has_passed: AtomicBool::new(false),
             is_checking: AtomicBool::new(false),
             state: Mutex::default(),
@@ -237,7 +349,7 @@ impl IdGuard {
     /// The reason why the last check refused claims; `None` if it succeeded, or if there was none.
     #[must_use]
     pub fn problem(&self) -> Option<IdProblem> {
-        self.state().problem.map(|(problem, _)| problem)
+        self.state().problem.map(|refused| refused.problem)
     }
 
     /// Checks now.
@@ -257,19 +369,81 @@ impl IdGuard {
         Box::pin(async { self.ensure().await.map_err(store_error) })
     }
 
+    /// The mark of the store.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub fn find_mark(&self) -> StoreFuture<'_, IdMark> {
+        Box::pin(async {
+            let mark = match self.store.lookup(ID_SECRET_RECORD).await {
+                Err(error) if error.kind() == StoreErrorKind::Corrupt => return Ok(IdMark::Damaged),
+                found => found?.filter(binds),
+            };
+            Ok(match (mark, self.ids.secret()) {
+                (None, _) => IdMark::Missing { has_records: self.has_records().await? },
+                (Some(mark), Some(secret)) if mark.fingerprint == secret.mark_fingerprint() => {
+                    if is_for_good(&mark) { IdMark::Own } else { IdMark::Trial }
+                }
+                (Some(mark), _) => IdMark::Other(name_in(&mark)),
+            })
+        })
+    }
+
+    /// Puts a lost mark back on a store with records, after which this process and all others with its secret serve, and no other
+    /// ones. Returns false if the mark is there.
+    ///
+    /// **Only for an operator who knows that the records are of this secret.** If they are not, each of their keys is new, and
+    /// its retry executes again. A record that is found by a key that was used before ([`IdScheme::key_tag`]) proves it.
+    ///
+    /// # Errors
+    /// [`Invalid`](crate::StoreErrorKind::Invalid) if this process has no secret, if the store has the mark of another one, a
+    /// damaged mark or no records, or if a trial runs. Nothing was changed. Otherwise the error of the store.
+    pub fn restore_mark(&self) -> StoreFuture<'_, bool> {
+        Box::pin(async {
+            let refused = |why: &str| Err(StoreError::invalid(format!("the mark was not put back: {why}")));
+            let Some(secret) = self.ids.secret() else { return refused("this process has no id secret") };
+            match self.find_mark().await? {
+                IdMark::Missing { has_records: true } => {}
+                IdMark::Own => return Ok(false),
+                IdMark::Missing { has_records: false } => {
+                    return refused(
+                        "the store has no records, and is marked when a process with the secret starts",
+                    );
+                }
+                IdMark::Trial => return refused("the store is on trial; ask again in two minutes"),
+                IdMark::Other(store) => {
+                    return Err(IdProblem::Other { store, own: secret.name() }.into());
+                }
+                IdMark::Damaged => {
+                    return refused(
+                        "its record is damaged, and no command replaces a record that cannot be read",
+                    );
+                }
+            }
+            // Another secret that was faster is a mismatch.
+            self.claim_for_good(secret).await.map_err(store_error)?;
+            self.verify().await?;
+            Ok(true)
+        })
+    }
+
     /// The time of a lookup that [`judge`](Self::judge) gets; `None` if the last check still counts, so that none is needed.
     #[must_use]
-    pub fn begin_judgement(&self) -> Option<Duration> {
-        (!self.is_fresh()).then(|| self.clock.elapsed())
+    pub fn begin_judgement(&self) -> Option<CheckTime> {
+        (!self.is_fresh()).then(|| self.time())
     }
 
     /// Checks the [mark](ID_SECRET_RECORD) that a program looked up itself, for example on a connection that it holds. It begins
     /// no trial: if the store is new to the secret, [`verify`](Self::verify) it first.
     ///
+    /// `begun` is the time of the lookup; `None` if its snapshot may be older. Then the result holds for this claim alone, in the
+    /// transaction that looked: the trial of another process waits for that transaction.
+    ///
     /// # Errors
     /// As for [`verify`](Self::verify).
-    pub fn judge(&self, begun: Duration, mark: Option<&Record>) -> Result<(), StoreError> {
+    pub fn judge(&self, begun: Option<CheckTime>, mark: Option<&Record>) -> Result<(), StoreError> {
         let mark = mark.filter(|mark| binds(mark));
+        self.note_foreign(mark)?;
         let problem = match (self.ids.problem_with(mark, false), self.ids.secret()) {
             (None, Some(secret)) if !mark.is_some_and(is_for_good) => {
                 Some(IdProblem::Trial { own: secret.name(), left: TRIAL })
@@ -279,7 +453,9 @@ impl IdGuard {
         match problem {
             Some(problem) => Err(problem.into()),
             None => {
-                self.permit(begun);
+                if let Some(begun) = begun {
+                    self.permit(begun);
+                }
                 Ok(())
             }
         }
@@ -290,30 +466,45 @@ impl IdGuard {
         self.has_passed.load(Ordering::Acquire)
     }
 
+    /// Returns true if a check that began at this time or later has succeeded, and none has found a problem since.
+    fn has_passed_since(&self, begun: CheckTime) -> bool {
+        self.has_passed() && millis(begun.elapsed + VALID) <= self.valid_until.elapsed.load(Ordering::Acquire)
+    }
+
     /// Lets claims pass because of a check that began at this time.
-    fn permit(&self, begun: Duration) {
+    fn permit(&self, begun: CheckTime) {
         self.has_passed.store(true, Ordering::Release);
-        let until = |time: Duration| u64::try_from((begun + time).as_millis()).unwrap_or(u64::MAX);
-        self.failed_until.store(0, Ordering::Release);
-        self.valid_until.fetch_max(until(VALID), Ordering::AcqRel);
-        self.check_from.fetch_max(until(VALID / 2), Ordering::AcqRel);
+        self.failed_until.clear();
+        self.valid_until.extend(begun, VALID);
+        self.check_from.fetch_max(millis(begun.elapsed + VALID / 2), Ordering::AcqRel);
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, GuardState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn millis(&self) -> u64 {
-        u64::try_from(self.clock.elapsed().as_millis()).unwrap_or(u64::MAX)
+    fn time(&self) -> CheckTime {
+        CheckTime { elapsed: self.clock.elapsed(), wall: self.clock.now() }
     }
 
     /// Returns true if the last check counts, and no claim needs to check again.
     fn is_fresh(&self) -> bool {
-        self.millis() < self.check_from.load(Ordering::Acquire)
+        let now = self.time();
+        millis(now.elapsed) < self.check_from.load(Ordering::Acquire) && self.valid_until.is_ahead_of(now)
     }
 
     fn is_valid(&self) -> bool {
-        self.millis() < self.valid_until.load(Ordering::Acquire)
+        self.valid_until.is_ahead_of(self.time())
+    }
+
+    /// Returns true if a claim may execute without a further check: the last one succeeded, or this process has served and could
+    /// not read the mark a moment ago.
+    fn may_go_on(&self) -> bool {
+        self.is_valid() || (self.has_passed() && self.failed_until.is_ahead_of(self.time()))
+    }
+
+    fn millis(&self) -> u64 {
+        millis(self.clock.elapsed())
     }
 
     /// Checks if necessary.
@@ -321,9 +512,10 @@ impl IdGuard {
         if self.is_fresh() {
             return Ok(());
         }
-        if self.is_valid() {
+        if self.may_go_on() {
             // One claim checks, and the others go on.
-            if self.is_checking.swap(true, Ordering::AcqRel) {
+            let is_early = !self.is_valid() && self.millis() < self.retry_from.load(Ordering::Acquire);
+            if is_early || self.is_checking.swap(true, Ordering::AcqRel) {
                 return Ok(());
             }
             let _turn = Turn(&self.is_checking);
@@ -332,12 +524,9 @@ impl IdGuard {
                 checked => checked,
             };
         }
-        if self.has_passed() && self.millis() < self.failed_until.load(Ordering::Acquire) {
-            return Ok(());
-        }
         let refused = self.state().problem;
-        if let Some((problem, at)) = refused
-            && self.clock.elapsed() < at + REFUSED_FOR
+        if let Some(Refused { problem, ended, .. }) = refused
+            && self.clock.elapsed() < ended + REFUSED_FOR
         {
             return Err(problem.into());
         }
@@ -345,32 +534,42 @@ impl IdGuard {
     }
 
     async fn check_now(&self) -> Result<(), CheckError> {
-        let begun = self.clock.elapsed();
+        let begun = self.time();
         let checked = match self.ids.secret() {
             None => self.check_without_secret().await,
             Some(secret) => self.check_with(secret).await,
         };
         match &checked {
             Ok(()) => {
-                self.permit(begun);
                 let mut state = self.state();
+                // A check that began later has found another secret since, and this one was only slow.
+                if let Some(Refused { problem, begun: refused, .. }) = state.problem
+                    && refused > begun.elapsed
+                    && !problem.is_temporary()
+                {
+                    return Err(problem.into());
+                }
+                self.permit(begun);
                 (state.problem, state.trial) = (None, None);
             }
             // Two checks ran at once, and the other one has ended the trial since this one looked at the clock.
             Err(CheckError::Problem(problem)) if problem.is_temporary() && self.is_valid() => return Ok(()),
+            // The other one succeeded longer ago, and what this one found is older still.
+            Err(CheckError::Problem(
+                IdProblem::Trial { .. } | IdProblem::OpenTransactions { .. } | IdProblem::HasRecords { .. },
+            )) if self.has_passed_since(begun) => {}
             Err(CheckError::Problem(problem)) => {
+                let mut state = self.state();
                 self.has_passed.store(false, Ordering::Release);
                 self.check_from.store(0, Ordering::Release);
-                self.valid_until.store(0, Ordering::Release);
-                self.state().problem = Some((*problem, self.clock.elapsed()));
+                self.valid_until.clear();
+                let (problem, ended) = (*problem, self.clock.elapsed());
+                state.problem = Some(Refused { problem, begun: begun.elapsed, ended });
             }
-            // After a success in between, the next check must not be left out.
-            Err(CheckError::Store(_)) if !self.is_valid() => {
-                let until = self.clock.elapsed() + FAILED_FOR;
-                self.failed_until
-                    .store(u64::try_from(until.as_millis()).unwrap_or(u64::MAX), Ordering::Release);
+            Err(CheckError::Store(_)) => {
+                self.failed_until.extend(begun, VALID);
+                self.retry_from.fetch_max(millis(begun.elapsed + RETRY_AFTER), Ordering::AcqRel);
             }
-            Err(CheckError::Store(_)) => {}
         }
         checked
     }
@@ -383,19 +582,38 @@ impl IdGuard {
     }
 
     /// The mark, if it is there and binds the store.
-    async fn mark(&self) -> Result<Option<Record>, StoreError> {
-        Ok(self.store.lookup(ID_SECRET_RECORD).await?.filter(binds))
+    ///
+    /// # Errors
+    /// Also if it was that of another secret before, and is gone.
+    async fn mark(&self) -> Result<Option<Record>, CheckError> {
+        let mark = self.store.lookup(ID_SECRET_RECORD).await.map_err(of_the_mark)?.filter(binds);
+        self.note_foreign(mark.as_ref())?;
+        Ok(mark)
+    }
+
+    /// Notes the mark of another secret. A mark on trial may lapse, and is not noted.
+    ///
+    /// # Errors
+    /// The problem of such a mark, if it is gone.
+    fn note_foreign(&self, mark: Option<&Record>) -> Result<(), IdProblem> {
+        let mut state = self.state();
+        let Some(mark) = mark else { return state.foreign.map_or(Ok(()), Err) };
+        let problem = self.ids.problem_with(Some(mark), false);
+        if problem.is_none() || is_for_good(mark) {
+            state.foreign = problem;
+        }
+        Ok(())
     }
 
     async fn check_with(&self, secret: &IdSecret) -> Result<(), CheckError> {
-        let (own, has_passed) = (secret.name(), self.has_passed());
+        let own = secret.name();
         match self.mark().await? {
             Some(mark) if mark.fingerprint != secret.mark_fingerprint() => {
                 Err(IdProblem::Other { store: name_in(&mark), own }.into())
             }
             Some(mark) if is_for_good(&mark) => self.renew(secret).await,
             // The store lost the mark, or an older state of it came back. It is not new to the secret.
-            _ if has_passed => self.claim_for_good(secret).await,
+            _ if self.has_passed() => self.claim_for_good(secret).await,
             Some(mark) => self.end_trial(secret, mark.token).await,
             None if self.has_records().await? => self.check_other_trial(secret).await,
             None if !self.store.capabilities().is_shared => self.claim_for_good(secret).await,
@@ -414,6 +632,8 @@ impl IdGuard {
                 Err(IdProblem::Other { store: name_in(&mark), own }.into())
             }
             Some(mark) if is_for_good(&mark) => Ok(()),
+            // A check of this process has ended the trial meanwhile, and the store has lost the mark since.
+            _ if self.has_passed() => self.claim_for_good(secret).await,
             _ => Err(IdProblem::HasRecords { own }.into()),
         }
     }
@@ -422,22 +642,48 @@ impl IdGuard {
     async fn end_trial(&self, secret: &IdSecret, token: FencingToken) -> Result<(), CheckError> {
         let (own, now) = (secret.name(), self.clock.elapsed());
         let since = match &mut self.state().trial {
-            Some((since, of)) if *of == token => *since,
-            trial => trial.insert((now, token)).0,
+            Some(trial) if trial.token == token => trial.since,
+            trial => trial.insert(Trial { token, since: now, open: None }).since,
         };
         let left = TRIAL.saturating_sub(now.saturating_sub(since));
         if !left.is_zero() {
             return Err(IdProblem::Trial { own, left }.into());
         }
+        let count = self.still_open(token).await?;
+        if count > 0 {
+            let renew = Renew { token, lease: TRIAL_LEASE, retention: TRIAL_RETENTION };
+            return match self.store.apply(ID_SECRET_RECORD, Command::Renew(renew)).await? {
+                Outcome::Renewed { .. } => Err(IdProblem::OpenTransactions { own, count }.into()),
+                _ => Err(IdProblem::Trial { own, left: TRIAL }.into()),
+            };
+        }
         if self.has_records().await? {
             return self.check_other_trial(secret).await;
         }
         let renew = Renew { token, lease: limits::MAX_LEASE, retention: limits::MAX_RETENTION };
-        match self.store.apply(ID_SECRET_RECORD, Command::Renew(renew)).await? {
+        match self.store.apply(ID_SECRET_RECORD, Command::Renew(renew)).await.map_err(of_the_mark)? {
             Outcome::Renewed { .. } => Ok(()),
             // It has lapsed meanwhile. The next check begins another trial.
             _ => Err(IdProblem::Trial { own, left: TRIAL }.into()),
         }
+    }
+
+    /// The number of transactions that were open when the time of the trial was over, and are still open.
+    async fn still_open(&self, token: FencingToken) -> Result<usize, StoreError> {
+        let open = self.store.open_transactions().await?;
+        let mut state = self.state();
+        // Another check may have begun another trial, or ended this one.
+        let Some(trial) = state.trial.as_mut().filter(|trial| trial.token == token) else {
+            return Ok(open.len());
+        };
+        let waiting = match &mut trial.open {
+            Some(waiting) => {
+                waiting.retain(|name| open.contains(name));
+                waiting
+            }
+            first => first.insert(open),
+        };
+        Ok(waiting.len())
     }
 
     /// Returns true if the store has a record other than the mark.
@@ -491,10 +737,10 @@ impl IdGuard {
             on_abandoned: OnAbandoned::Park,
             label: Label::new(CallerTag::default(), &operation),
         };
-        match self.store.apply(ID_SECRET_RECORD, Command::Claim(claim)).await? {
+        match self.store.apply(ID_SECRET_RECORD, Command::Claim(claim)).await.map_err(of_the_mark)? {
             Outcome::Execute(grant) => Ok(grant.token),
             Outcome::Mismatch => {
-                let store = self.mark().await?.and_then(|mark| name_in(&mark));
+                let store = self.store.lookup(ID_SECRET_RECORD).await?.and_then(|mark| name_in(&mark));
                 Err(IdProblem::Other { store, own: secret.name() }.into())
             }
             // A claim of the same attempt is granted, unless the first one is still being committed.
@@ -509,36 +755,72 @@ impl IdGuard {
         }
     }
 
-    async fn claim_checked(&self, id: RecordId, command: Command) -> Result<Outcome, StoreError> {
+    /// Claims after a check.
+    async fn claim_checked(&self, id: RecordId, claim: Claim) -> Result<Outcome, StoreError> {
         match self.ensure().await {
-            Ok(()) => self.store.apply(id, command).await,
+            Ok(()) => {}
             // The mark is out of reach, and the record may not be: on a cluster they are on two nodes. A store that was the right
             // one when this process last asked still is.
-            Err(CheckError::Store(error)) if error.kind().may_pass() && self.has_passed() => {
-                self.store.apply(id, command).await
-            }
-            // A cache before the store may still replay. Nothing executes before the first check.
-            Err(CheckError::Store(error)) if error.kind().may_pass() => {
-                let retention = match &command {
-                    Command::Claim(claim) => claim.retention,
-                    _ => limits::MIN_RETENTION,
-                };
-                let outcome = self.store.apply(id, command).await?;
-                let Outcome::Execute(grant) = &outcome else { return Ok(outcome) };
-                let Err(error) = self.check_now().await else { return Ok(outcome) };
-                // To free the key would forget that an earlier attempt may have taken effect.
-                if !grant.after_abandoned {
-                    let release = Command::Release(Release { token: grant.token, retention });
-                    // If this fails, the record is left to its lease.
-                    let _released = self.store.apply(id, release).await;
-                }
-                let why = store_error(error);
-                let what = "nothing was executed: the id secret could not be checked";
-                Err(StoreError::unavailable(what).with_source(why).with_extent(Extent::Record))
-            }
-            Err(error) => Err(store_error(error)),
+            Err(CheckError::Store(error)) if error.kind().may_pass() && self.has_passed() => {}
+            // Nothing executes before the first check, and nothing that would is claimed: each claim counts as an attempt. What
+            // is completed may be replayed. If the record cannot be read either, a cache before the store may still replay.
+            Err(CheckError::Store(error)) if error.kind().may_pass() => match self.store.lookup(id).await {
+                Ok(Some(record)) if matches!(record.state, State::Completed(_)) => {}
+                Ok(_) => return Err(unchecked(error)),
+                Err(_) => {}
+            },
+            Err(error) => return Err(store_error(error)),
         }
+        self.claim_and_confirm(id, claim).await
     }
+
+    /// Claims, and checks again if the check no longer counts when the claim is granted: it may have waited for a connection, or
+    /// the machine was suspended.
+    async fn claim_and_confirm(&self, id: RecordId, claim: Claim) -> Result<Outcome, StoreError> {
+        let retention = claim.retention;
+        let outcome = self.store.apply(id, Command::Claim(claim)).await?;
+        match &outcome {
+            // Boxed: this is rare, and boxing keeps the common future small.
+            Outcome::Execute(grant) if !self.may_go_on() => {
+                Box::pin(self.confirm(id, grant, retention)).await?;
+            }
+            _ => {}
+        }
+        Ok(outcome)
+    }
+
+    /// Checks again after a grant, and gives it back if nothing may execute.
+    async fn confirm(&self, id: RecordId, grant: &Grant, retention: Duration) -> Result<(), StoreError> {
+        let error = match self.ensure().await {
+            Ok(()) => return Ok(()),
+            Err(CheckError::Store(error)) if error.kind().may_pass() && self.has_passed() => return Ok(()),
+            Err(error) => error,
+        };
+        // To free the key would forget that an earlier attempt may have taken effect.
+        if !grant.after_abandoned {
+            let release = Command::Release(Release { token: grant.token, retention });
+            // If this fails, the record is left to its lease.
+            let _released = self.store.apply(id, release).await;
+        }
+        Err(unchecked(store_error(error)))
+    }
+}
+
+/// The error of a command to the mark. If the mark cannot be read, that says nothing about the record of a request.
+fn of_the_mark(error: StoreError) -> StoreError {
+    if error.kind() != StoreErrorKind::Corrupt {
+        return error;
+    }
+    let what = format!(
+        "the record that marks the id secret of the store ({ID_SECRET_RECORD}) is damaged and cannot be read, and no request is \
+         at fault: docs/reference/sealing.md says how it is replaced"
+    );
+    StoreError::unavailable(what).with_source(error).with_extent(Extent::Record)
+}
+
+fn unchecked(why: StoreError) -> StoreError {
+    let what = "nothing was executed: the id secret could not be checked";
+    StoreError::unavailable(what).with_source(why).with_extent(Extent::Record)
 }
 
 fn store_error(error: CheckError) -> StoreError {
@@ -583,7 +865,8 @@ impl Store for IdGuard {
             return Box::pin(std::future::ready(Err(StoreError::invalid(what).with_extent(Extent::Record))));
         }
         match command {
-            Command::Claim(_) if !self.is_fresh() => Box::pin(self.claim_checked(id, command)),
+            Command::Claim(claim) if self.is_fresh() => Box::pin(self.claim_and_confirm(id, claim)),
+            Command::Claim(claim) => Box::pin(self.claim_checked(id, claim)),
             command => self.store.apply(id, command),
         }
     }
@@ -604,6 +887,10 @@ impl Store for IdGuard {
         })
     }
 
+    fn survey(&self, query: SurveyQuery) -> StoreFuture<'_, Option<Survey>> {
+        self.store.survey(SurveyQuery { except_id: Some(ID_SECRET_RECORD), ..query })
+    }
+
     /// Also checks that claims are not refused.
     fn check(&self) -> StoreFuture<'_, ()> {
         Box::pin(async {
@@ -617,7 +904,10 @@ impl Store for IdGuard {
         self.store.advisories().into_iter().chain(problem).collect()
     }
 
-    delegate_store!(self, self.store => lookup purge audit changed usage clock_skew accept_clock now capabilities);
+    delegate_store!(
+        self, self.store => lookup purge audit changed open_transactions
+            usage clock_skew accept_clock now capabilities
+    );
 }
 
 impl fmt::Debug for IdGuard {
@@ -627,5 +917,19 @@ impl fmt::Debug for IdGuard {
             .field("ids", &self.ids)
             .field("problem", &self.problem())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_trial_names_the_seconds_that_are_left() {
+        let own = IdSecret::from_bytes([1; 32]).name();
+        for (millis, seconds) in [(6000, "6 s"), (5001, "6 s"), (5000, "5 s"), (1, "1 s")] {
+            let text = IdProblem::Trial { own, left: Duration::from_millis(millis) }.to_string();
+            assert!(text.contains(&format!("is used from {seconds} on")), "{text}");
+        }
     }
 }

@@ -57,6 +57,7 @@ mod response;
 mod server_clock;
 mod step;
 mod store;
+mod survey;
 mod watch;
 
 pub use clock::{Clock, ClockSkew, LastWrite, StoreClock, SystemClock, Timestamp};
@@ -74,7 +75,7 @@ pub use id::{
     AttemptId, CallerTag, FencingToken, IdempotencyKey, KeyError, KeyTag, RecordId, Scope, ServiceName,
     ServiceNameError,
 };
-pub use id_guard::{ID_SECRET_RECORD, IdGuard, IdProblem};
+pub use id_guard::{CheckTime, ID_SECRET_RECORD, IdGuard, IdMark, IdProblem};
 pub use id_secret::{IdScheme, IdSecret, IdSecretError, IdSecretName};
 pub use listener::{ChangeListener, ChangeSource, SessionEnd, listen};
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
@@ -84,7 +85,8 @@ pub use response::{ResponseError, StoredResponse};
 pub use server_clock::ServerClock;
 pub use step::{Step, StepLimitError, Steps};
 pub use store::{
-    Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, IntoStore, ListPage, ListQuery, Store,
-    StoreError, StoreErrorKind, StoreFuture, StoreUsage,
+    Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, IntoStore, ListPage, ListQuery,
+    RecordCount, Store, StoreError, StoreErrorKind, StoreFuture, StoreUsage, Survey, SurveyQuery, TimePlace,
 };
+pub use survey::SurveyTally;
 pub use watch::{Watcher, Watchers};

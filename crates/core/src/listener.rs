@@ -27,8 +27,8 @@ pub trait ChangeSource: Send + 'static {
 
     /// Connects, watches the records of `watchers`, and passes notifications on to them, until the session ends.
     ///
-    /// It sets `is_connected` once it watches. If the previous session was lost, it then notifies all watchers, because
-    /// notifications may have been lost with that session.
+    /// It sets `is_connected` once the database has accepted to notify it. If the previous session was lost, it then notifies
+    /// all watchers, because notifications may have been lost with that session.
     fn session(
         &mut self,
         watchers: &Watchers,
@@ -99,7 +99,8 @@ pub async fn listen(watchers: Watchers, mut source: impl ChangeSource) {
         let mut is_connected = false;
         match source.session(&watchers, was_lost, &mut is_connected).await {
             Ok(SessionEnd::Closed) => return,
-            Ok(SessionEnd::Idle) => was_lost = false,
+            // A session that was not connected says nothing about the next one.
+            Ok(SessionEnd::Idle) => was_lost &= !is_connected,
             Err(error) => {
                 let is_news = is_connected || !was_lost;
                 if is_news {
@@ -123,7 +124,7 @@ mod tests {
 
     /// Sessions that end as scripted, and the arguments of each session and each loss.
     struct Script {
-        ends: Vec<Result<SessionEnd, bool>>,
+        ends: Vec<(bool, Result<SessionEnd, ()>)>,
         seen: Arc<Mutex<Vec<String>>>,
     }
 
@@ -137,7 +138,9 @@ mod tests {
             is_connected: &mut bool,
         ) -> Result<SessionEnd, ()> {
             self.seen.lock().unwrap().push(format!("session, lost before: {was_lost}"));
-            self.ends.remove(0).map_err(|connected| *is_connected = connected)
+            let (connected, end) = self.ends.remove(0);
+            *is_connected = connected;
+            end
         }
 
         async fn lost(&mut self, (): (), is_news: bool, pause: Duration) {
@@ -148,8 +151,15 @@ mod tests {
     #[test]
     fn pauses_grow_while_no_session_connects_and_a_loss_is_reported_once() {
         let seen = Arc::new(Mutex::new(Vec::new()));
-        let (mut ends, mut expected) = (vec![Err(false); 8], Vec::new());
-        ends.extend([Err(true), Ok(SessionEnd::Idle), Err(false), Ok(SessionEnd::Closed)]);
+        let (mut ends, mut expected) = (vec![(false, Err(())); 8], Vec::new());
+        ends.extend([
+            (true, Err(())),
+            (false, Ok(SessionEnd::Idle)),
+            (false, Err(())),
+            (true, Ok(SessionEnd::Idle)),
+            (false, Err(())),
+            (false, Ok(SessionEnd::Closed)),
+        ]);
         let listener = ChangeListener::new(1);
         let (script, id) = (Script { ends, seen: seen.clone() }, RecordId::from_bytes([1; 32]));
         let mut started = None;
@@ -164,8 +174,11 @@ mod tests {
         }
         // It was connected in between, so the next loss is news.
         expected.extend(["session, lost before: true", "lost, news: true, 100ms"].map(str::to_owned));
-        expected.extend(["session, lost before: true", "session, lost before: false"].map(str::to_owned));
-        expected.extend(["lost, news: true, 100ms", "session, lost before: true"].map(str::to_owned));
+        // A session that ends before it is connected changes nothing.
+        expected.extend(["session, lost before: true", "session, lost before: true"].map(str::to_owned));
+        expected.extend(["lost, news: false, 200ms", "session, lost before: true"].map(str::to_owned));
+        expected.extend(["session, lost before: false", "lost, news: true, 100ms"].map(str::to_owned));
+        expected.push("session, lost before: true".to_owned());
         assert_eq!(*seen.lock().unwrap(), expected);
     }
 

@@ -55,6 +55,18 @@ pub trait Store: Send + Sync + 'static {
     /// As for [`Store::apply`]. A record that cannot be read is not an error: the page lists it as unreadable.
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage>;
 
+    /// Counts the records in a range of identifiers, and finds the first ones in the order of time: far faster than
+    /// [`Store::list`], because the store reads no content and returns no record. By default `None`: the store cannot, and the
+    /// caller lists the records. The time for the call grows with the records in the range, so the caller bounds the range. A
+    /// store without an order of identifiers bounds the time itself, and returns where the next call goes on ([`Survey::next`]).
+    ///
+    /// # Errors
+    /// As for [`Store::apply`]. A record that cannot be read is not an error: it counts as what its state says, or is listed as
+    /// unreadable.
+    fn survey(&self, _query: SurveyQuery) -> StoreFuture<'_, Option<Survey>> {
+        Box::pin(std::future::ready(Ok(None)))
+    }
+
     /// Removes at most `limit` records whose retention is over, without reading the others, and returns how many. A
     /// number below `limit` means that no more are due now. A store that removes such records by itself returns zero.
     ///
@@ -82,6 +94,15 @@ pub trait Store: Send + Sync + 'static {
     /// future ends the wait.
     fn changed(&self, _id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         Box::pin(std::future::pending())
+    }
+
+    /// The transactions that are open now and may still write a record that a listing does not show, by names that no later
+    /// transaction has while this process runs. Empty, as by default, for a store that applications do not write themselves.
+    ///
+    /// # Errors
+    /// As for [`Store::apply`].
+    fn open_transactions(&self) -> StoreFuture<'_, Vec<String>> {
+        Box::pin(std::future::ready(Ok(Vec::new())))
     }
 
     /// The store's clock, which measures leases and retentions.
@@ -197,13 +218,16 @@ impl Capabilities {
     }
 }
 
-/// The durability of an acknowledged write.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The durability of an acknowledged write, from the weakest to the strongest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Durability {
     /// Nothing survives the process.
     Volatile,
-    /// An acknowledged write may be lost in a crash or a failover.
+    /// The server of the store has no log of its writes, or may not use it: each stop of it loses what came after its last
+    /// snapshot, or everything.
+    Unlogged,
+    /// A crash of the machine or a failover may lose the last acknowledged writes.
     Buffered,
     /// On disk before it is acknowledged.
     Synced,
@@ -271,6 +295,63 @@ impl ListQuery {
     pub fn bounded_limit(&self) -> usize {
         self.limit.clamp(1, limits::MAX_PAGE_RECORDS)
     }
+}
+
+/// A query for the numbers of records, and for their places in the order of time.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SurveyQuery {
+    /// The records that count. `after` is where the range begins, or [`Survey::next`] of the survey before. `limit` does not
+    /// matter.
+    pub list: ListQuery,
+    /// The last identifier of the range; `None` for the end of the store. Only a store that lists in the order of the
+    /// identifiers has ranges.
+    pub last: Option<RecordId>,
+    /// Only records that came into their state at this time or later.
+    pub changed_since: Option<Timestamp>,
+    /// Only records that came into their state before this time.
+    pub changed_before: Option<Timestamp>,
+    /// A record that is left out.
+    pub except_id: Option<RecordId>,
+    /// Records whose operation starts with this text are left out.
+    pub except_operation: Option<String>,
+    /// True to count the records of each operation separately.
+    pub by_operation: bool,
+    /// The order of the places: the newest first by default.
+    pub is_oldest_first: bool,
+    /// Only places beyond this one in the order of time. It does not restrict the numbers.
+    pub beyond: Option<TimePlace>,
+    /// The most places, [`limits::MAX_PAGE_RECORDS`] and one at most; zero for numbers only.
+    pub max_places: usize,
+}
+
+/// The place of a record in the order of time: the time at which it came into its state, and its identifier.
+pub type TimePlace = (Timestamp, RecordId);
+
+/// The numbers of records in a part of a store, and the first places in the order of time.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Survey {
+    /// The numbers by state and, if the query asked for it, by operation. Each pair occurs once.
+    pub counts: Vec<RecordCount>,
+    /// The first places, in the order that the query asked for.
+    pub places: Vec<TimePlace>,
+    /// Records that cannot be read, as far as the survey found out: it need not read a record as a whole.
+    pub unreadable: Vec<RecordId>,
+    /// The place where the next survey goes on, if this one ended before the range: then its numbers and places are those of a
+    /// part. `None` at the end of the range.
+    pub next: Option<RecordId>,
+}
+
+/// A number of records.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RecordCount {
+    /// Their state.
+    pub state: StateName,
+    /// Their operation, if the query asked for the numbers by operation.
+    pub operation: Option<String>,
+    /// The number.
+    pub records: u64,
 }
 
 /// A page of a listing.

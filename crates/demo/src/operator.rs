@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use http::Method;
+use http::{Method, StatusCode};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
@@ -18,6 +18,9 @@ use crate::stage::{Stage, Style};
 
 /// The time without a charge in the ledger after which the operator concludes that there will be none.
 const SECOND_CHECK: Duration = Duration::from_millis(500);
+
+/// The longest time for which the operator asks again while the sidecar says that its store is out of reach.
+const OUTAGE: Duration = Duration::from_secs(60);
 
 pub(crate) struct Operator {
     pub(crate) admin: SocketAddr,
@@ -98,9 +101,17 @@ impl Operator {
     async fn ask(&self, method: Method, path: &str, body: Option<Value>) -> Result<Value, String> {
         let request = format!("{method} {path}");
         let body = body.map_or_else(String::new, |body| body.to_string());
-        let response = ask_admin(self.admin, method, path, body)
-            .await
-            .map_err(|error| format!("the sidecar's admin address did not answer {request}: {error}"))?;
+        let began = Instant::now();
+        let response = loop {
+            let response = ask_admin(self.admin, method.clone(), path, body.clone())
+                .await
+                .map_err(|error| format!("the sidecar's admin address did not answer {request}: {error}"))?;
+            // On a busy machine the store may not answer in time. A refusal has changed nothing.
+            if response.status() != StatusCode::SERVICE_UNAVAILABLE || began.elapsed() > OUTAGE {
+                break response;
+            }
+            tokio::time::sleep(SECOND_CHECK).await;
+        };
         let (status, body) = (response.status(), response.body());
         if !status.is_success() {
             let body = String::from_utf8_lossy(body);

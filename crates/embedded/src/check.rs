@@ -6,7 +6,8 @@ use std::path::PathBuf;
 
 use oncegate_core::codec;
 use oncegate_core::{
-    Clock as _, ClockSkew, LastWrite, Record, RecordId, State, StateName, StoreClock, Timestamp,
+    Clock as _, ClockSkew, ID_SECRET_RECORD, LastWrite, Record, RecordId, State, StateName, StoreClock,
+    Timestamp,
 };
 
 use crate::audit::decode_audit;
@@ -33,8 +34,10 @@ pub struct CheckReport {
     pub full: Option<String>,
     /// The size of the records in bytes, without those past their retention. Lengths are rounded up, by an eighth at most.
     pub record_bytes: u64,
-    /// The number of records in each state, without those past their retention.
+    /// The number of records in each state, without those past their retention and without the [mark](Self::has_mark).
     pub records: BTreeMap<StateName, u64>,
+    /// True if there is the [mark of an id secret](oncegate_core::ID_SECRET_RECORD), which is no record of a request.
+    pub has_mark: bool,
     /// The number of records that are past their retention and wait for a purge.
     pub expired: u64,
     /// The records that exist but cannot be read.
@@ -85,7 +88,8 @@ pub fn check_each(
     report.salvaged = unaccepted(&options.dir);
     let limits = Limits { max_records: options.max_records, max_record_bytes: options.max_record_bytes };
     // A start removes those that are past their retention.
-    let records = report.records.values().sum::<u64>() + report.unreadable.len() as u64;
+    let records =
+        report.records.values().sum::<u64>() + u64::from(report.has_mark) + report.unreadable.len() as u64;
     report.full = limits.reached(Sizes::with_memory(options.memory_bytes), records, || report.record_bytes);
     Ok(report)
 }
@@ -133,6 +137,10 @@ pub(super) fn check_disk(
             Some(record) if now >= record.expires_at => report.expired += 1,
             Some(record) => {
                 report.record_bytes += u64::from(record.len);
+                if id == ID_SECRET_RECORD {
+                    report.has_mark = true;
+                    continue;
+                }
                 *report.records.entry(record.state_name(now)).or_default() += 1;
             }
             None => report.unreadable.push(id),

@@ -57,7 +57,7 @@ pub enum EmbeddedOpenError {
 }
 
 impl EmbeddedOpenError {
-    /// Returns `true` if the disk, or the user's quota of it, is full.
+    /// Returns `true` if the disk, or the user's quota of it, is full, or the process may not write files of this size.
     #[must_use]
     pub fn is_full(&self) -> bool {
         matches!(self, Self::Io { source, .. } if is_full(source))
@@ -87,7 +87,8 @@ fn owner(pid: Option<u32>) -> String {
     }
 }
 
-/// Returns `true` if the disk, or the user's quota of it, is full.
+/// Returns `true` if the disk, or the user's quota of it, is full, or the process may not write files of this size (`ulimit -f`).
 pub(crate) fn is_full(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
 }

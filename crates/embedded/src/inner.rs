@@ -84,6 +84,8 @@ pub(crate) struct StoreInner {
     pub(crate) oldest: AtomicU32,
     /// The next batch begins a new segment, if there can be one.
     pub(crate) wants_segment: AtomicBool,
+    /// True while an operator's compaction begins.
+    pub(crate) begins_compaction: AtomicBool,
     /// The segments below this one are compacted, however much of them is alive.
     pub(crate) compacted_below: AtomicU32,
     /// The segments that count no more, and whose files are still there.
@@ -235,6 +237,7 @@ impl StoreInner {
             scans: Queue::new(64),
             chores: Queue::new(1024),
             wants_segment: AtomicBool::new(false),
+            begins_compaction: AtomicBool::new(false),
             compacted_below: AtomicU32::new(0),
             unremoved: AtomicU32::new(0),
             oldest: AtomicU32::new(recovered.oldest),

@@ -20,7 +20,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use oncegate_core::codec;
-use oncegate_core::{FencingToken, LastWrite, Record, RecordId, State, StoreClock, Timestamp, limits};
+use oncegate_core::{
+    FencingToken, ID_SECRET_RECORD, LastWrite, Record, RecordId, State, StoreClock, Timestamp, limits,
+};
 
 use crate::audit::decode_audit;
 use crate::directory::{create_dir, give, sync_dir};
@@ -43,7 +45,7 @@ const COPY_BYTES: usize = 1024 * 1024;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SalvageReport {
-    /// The number of records in the copy.
+    /// The number of records in the copy, without the [mark of an id secret](ID_SECRET_RECORD).
     pub records: u64,
     /// The records that are `unknown` in the copy, because a newer version may have been in a lost part.
     pub unknown: Vec<RecordId>,
@@ -53,6 +55,8 @@ pub struct SalvageReport {
     pub audit_entries: u64,
     /// The lost parts of the log, in words, in its order. Keys that were first used there are not in the copy.
     pub lost: Vec<String>,
+    /// True if the copy has the [record that marks a store](oncegate_core::ID_SECRET_RECORD) as that of one id secret.
+    pub has_mark: bool,
     /// The time in which the lost parts were written, in words. Empty if it is not known, or nothing is lost.
     pub lost_time: String,
 }
@@ -62,6 +66,25 @@ impl SalvageReport {
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.lost.is_empty() && self.unknown.is_empty() && self.unreadable.is_empty()
+    }
+
+    /// A note about the mark of the id secret, if it is damaged or may be lost.
+    #[must_use]
+    pub fn mark_advice(&self) -> Option<&'static str> {
+        if self.unreadable.contains(&ID_SECRET_RECORD) {
+            Some(
+                "The record 3a75297e… that cannot be read is the mark of the id secret. Without it, the copy refuses every new key, \
+                 and replays the records that can be read. Restore a backup that was made after the store was marked, or \
+                 begin a new store. Start no sidecar without the id secret on this copy.",
+            )
+        } else if !self.lost.is_empty() && !self.has_mark {
+            Some(
+                "The copy has no mark of an id secret. If the store belonged to one, its mark was in a lost part: start no sidecar without \
+                 the id secret on this copy, because each retry would execute again.",
+            )
+        } else {
+            None
+        }
     }
 
     /// The content of the file that keeps the copy from being opened.
@@ -86,6 +109,7 @@ impl SalvageReport {
         list(&mut text, title, ids(&self.unknown));
         let title = "Records that cannot be read. Requests with their keys are refused:";
         list(&mut text, title, ids(&self.unreadable));
+        list(&mut text, "The id secret:", self.mark_advice().into_iter().map(str::to_owned).collect());
         text
     }
 }
@@ -455,12 +479,15 @@ impl Found {
             if head.kind == Kind::Record {
                 if let (true, Ok(record)) = (is_readable, codec::decode(&head.id, &body)) {
                     let mut record = shifts.iter().fold(record, |record, shift| shift.apply(record, place));
-                    if lost_before < lost.len() && is_uncertain(&record) {
+                    // No request claims the mark of an id secret, so it cannot have taken effect.
+                    let is_mark = head.id == ID_SECRET_RECORD;
+                    if !is_mark && lost_before < lost.len() && is_uncertain(&record) {
                         report.unknown.push(head.id);
                         record = unknown(record, now);
                     } else if record.is_expired(now) {
                         continue;
                     }
+                    report.has_mark |= is_mark;
                     body = codec::encode(&head.id, &record);
                     head = EntryHead {
                         body_len: body.len() as u32,
@@ -470,7 +497,7 @@ impl Found {
                 } else {
                     report.unreadable.push(head.id);
                 }
-                report.records += 1;
+                report.records += u64::from(head.id != ID_SECRET_RECORD);
             }
             let write = |reason: &str| {
                 EmbeddedOpenError::io("write the copy of the store")(Error::other(reason.to_owned()))

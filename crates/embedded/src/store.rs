@@ -1,7 +1,7 @@
 //! The store itself: the type that callers use.
 
 use std::fmt;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -142,13 +142,22 @@ impl EmbeddedStore {
     /// are deleted, in the background. Returns the number that [`is_compacted`](Self::is_compacted) takes.
     ///
     /// # Errors
-    /// If the disk has no space for the copies, the log is damaged, or nothing can be written.
+    /// If one runs already, the disk has no space for the copies, the log is damaged, or nothing can be written.
     pub async fn begin_compaction(&self) -> Result<u32, StoreError> {
         self.inner.check_open()?;
         if self.inner.has_damage() {
             return Err(StoreError::invalid(
                 "the log is damaged, so old segments are kept: run `oncegate check`",
             ));
+        }
+        let running =
+            || StoreError::unavailable("a compaction runs already; begin another one when it has ended");
+        if self.inner.begins_compaction.swap(true, Ordering::SeqCst) {
+            return Err(running().with_extent(Extent::Writes).with_nothing_sent());
+        }
+        let _turn = Turn(&self.inner.begins_compaction);
+        if self.running_compaction()?.is_some() {
+            return Err(running().with_extent(Extent::Writes).with_nothing_sent());
         }
         let needed = self.inner.segments.live_bytes().saturating_add(self.inner.sizes.max_segment);
         if self.inner.is_disk_low() || self.inner.disk.free().is_some_and(|free| free < needed) {
@@ -168,6 +177,15 @@ impl EmbeddedStore {
         self.inner.compacted_below.fetch_max(below, Ordering::SeqCst);
         self.inner.look();
         Ok(below)
+    }
+
+    /// The number of the compaction that runs, if one does.
+    ///
+    /// # Errors
+    /// As for [`is_compacted`](Self::is_compacted).
+    pub fn running_compaction(&self) -> Result<Option<u32>, StoreError> {
+        let below = self.inner.compacted_below.load(Ordering::SeqCst);
+        Ok(if below == 0 || self.is_compacted(below)? { None } else { Some(below) })
     }
 
     /// Returns true if no segment from before [`begin_compaction`](Self::begin_compaction) is left, and no file of one.
@@ -200,6 +218,15 @@ impl EmbeddedStore {
 
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, EmbeddedOpenError> {
     thread::Builder::new().name(name.to_owned()).spawn(run).map_err(EmbeddedOpenError::io("start a thread"))
+}
+
+/// Lowers a flag when it is dropped.
+struct Turn<'a>(&'a AtomicBool);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
 }
 
 /// The identifier of a new store.

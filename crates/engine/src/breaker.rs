@@ -16,6 +16,11 @@
 //! One failed command never opens the breaker: a cut connection fails a hundred commands at once, although the store works.
 //! A record that is damaged or locked ([`Extent::Record`]) does not open it, and neither does a store that is full
 //! ([`Extent::Writes`]), because it still answers reads.
+//!
+//! Listings, surveys and the audit trail are for operators, and read as much as there is. How long they take, and if they fail,
+//! says nothing about a command for one record, so they neither open nor close the breaker. Only if one could not be sent at all,
+//! because there is no connection, the store is probed. The same holds for the records of a list, if they are read through
+//! [`Breaker::for_lists`].
 
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -28,7 +33,7 @@ use std::time::Duration;
 
 use oncegate_core::{
     AuditEntry, Command, ErrorChain, Extent, IntoStore, ListPage, ListQuery, Outcome, Record, RecordId,
-    Store, StoreError, StoreErrorKind, StoreFuture, delegate_store,
+    Store, StoreError, StoreErrorKind, StoreFuture, Survey, SurveyQuery, delegate_store,
 };
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
@@ -54,7 +59,11 @@ use oncegate_core::ConfigError;
 /// # drop(engine);
 /// ```
 #[derive(Clone)]
-pub struct Breaker(Arc<Shared>);
+pub struct Breaker {
+    shared: Arc<Shared>,
+    /// The kind of a lookup.
+    lookups: Kind,
+}
 
 /// The builder of a [`Breaker`].
 pub struct BreakerBuilder {
@@ -118,6 +127,19 @@ enum Kind {
     Writes,
     /// Writes, if there is anything to purge.
     Purges,
+    /// Reads many records, for an operator or a count.
+    Scans,
+}
+
+/// The time that a call has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Haste {
+    /// A command. If it is slow, the store is probed.
+    Command,
+    /// A command on trial, or a check: it has at most the probe timeout.
+    Trial,
+    /// A scan, which takes as long as there are records.
+    Scan,
 }
 
 /// Returns true if the outcome required a write.
@@ -166,6 +188,8 @@ struct Watch {
     refused_at: Option<Instant>,
     /// The time since which it is degraded.
     since: Option<Instant>,
+    /// The error for which it opened, or with which the last probe failed.
+    reason: Option<String>,
 }
 
 impl BreakerBuilder {
@@ -195,7 +219,7 @@ impl BreakerBuilder {
     #[must_use]
     pub fn build(self) -> Breaker {
         let state = if self.is_open { BreakerState::Open } else { BreakerState::Closed };
-        let breaker = Breaker(Arc::new(Shared {
+        let shared = Arc::new(Shared {
             store: self.store,
             probe_timeout: self.probe_timeout,
             runtime: self.runtime,
@@ -204,11 +228,11 @@ impl BreakerBuilder {
             is_degraded: AtomicBool::new(self.is_open),
             openings: AtomicU64::new(self.is_open.into()),
             watch: Mutex::new(Watch { since: self.is_open.then(Instant::now), ..Watch::default() }),
-        }));
+        });
         if self.is_open {
-            breaker.0.suspect();
+            shared.suspect();
         }
-        breaker
+        Breaker { shared, lookups: Kind::Reads }
     }
 }
 
@@ -236,29 +260,43 @@ impl Breaker {
         }
     }
 
+    /// The same breaker, for a program that shows operators many records: how long a lookup takes, and if it fails, neither opens
+    /// nor closes it, and a lookup passes while the breaker is half-open. Commands are as before.
+    #[must_use]
+    pub fn for_lists(&self) -> Self {
+        Self { shared: self.shared.clone(), lookups: Kind::Scans }
+    }
+
     /// The state.
     #[must_use]
     pub fn state(&self) -> BreakerState {
-        self.0.state()
+        self.shared.state()
     }
 
     /// The number of times that the breaker opened.
     #[must_use]
     pub fn openings(&self) -> u64 {
-        self.0.openings.load(Ordering::Relaxed)
+        self.shared.openings.load(Ordering::Relaxed)
+    }
+
+    /// The error for which commands are refused, with its causes; that of the last probe, if one has failed. `None` while the
+    /// breaker is closed, and if it [began open](BreakerBuilder::opened), before the first probe.
+    #[must_use]
+    pub fn reason(&self) -> Option<String> {
+        lock(&self.shared.watch).reason.clone()
     }
 
     /// Returns true if the store is known to be unreachable or to refuse writes.
     #[must_use]
     pub fn is_degraded(&self) -> bool {
-        self.0.is_degraded.load(Ordering::Relaxed)
+        self.shared.is_degraded.load(Ordering::Relaxed)
     }
 }
 
 impl fmt::Debug for Breaker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Breaker")
-            .field("store", &self.0.store.capabilities().name)
+            .field("store", &self.shared.store.capabilities().name)
             .field("state", &self.state())
             .finish_non_exhaustive()
     }
@@ -266,7 +304,7 @@ impl fmt::Debug for Breaker {
 
 impl Store for Breaker {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        Box::pin(self.0.pass(Kind::Writes, is_written, move |store| store.apply(id, command)))
+        Box::pin(self.shared.pass(Kind::Writes, is_written, move |store| store.apply(id, command)))
     }
 
     fn try_apply(&self, id: RecordId, command: &Command) -> Option<Result<Outcome, StoreError>> {
@@ -274,43 +312,51 @@ impl Store for Breaker {
         if self.state() != BreakerState::Closed {
             return None;
         }
-        let reply = self.0.store.try_apply(id, command)?;
-        self.0.note(&reply, Kind::Writes, is_written, None);
+        let reply = self.shared.store.try_apply(id, command)?;
+        self.shared.note(&reply, Kind::Writes, is_written, None);
         Some(reply)
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        Box::pin(self.0.pass(Kind::Reads, |_| false, move |store| store.lookup(id)))
+        Box::pin(self.shared.pass(self.lookups, |_| false, move |store| store.lookup(id)))
     }
 
+    /// Refused at once while open. Its result does not matter to the breaker.
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
-        Box::pin(self.0.pass(Kind::Reads, |_| false, move |store| store.list(query)))
+        Box::pin(self.shared.pass(Kind::Scans, |_| false, move |store| store.list(query)))
+    }
+
+    fn survey(&self, query: SurveyQuery) -> StoreFuture<'_, Option<Survey>> {
+        Box::pin(self.shared.pass(Kind::Scans, |_| false, move |store| store.survey(query)))
     }
 
     /// As the other commands, but a success does not count, because the store may have had nothing to do.
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        Box::pin(self.0.pass(Kind::Purges, |_| false, move |store| store.purge(limit)))
+        Box::pin(self.shared.pass(Kind::Purges, |_| false, move |store| store.purge(limit)))
     }
 
     fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
-        Box::pin(self.0.pass(Kind::Reads, |_| false, move |store| store.audit(before, limit)))
+        Box::pin(self.shared.pass(Kind::Scans, |_| false, move |store| store.audit(before, limit)))
     }
 
     /// Refused at once while open; otherwise the store's own result.
     fn check(&self) -> StoreFuture<'_, ()> {
         Box::pin(async move {
             if self.state() == BreakerState::Open {
-                return Err(self.0.refusal());
+                return Err(self.shared.refusal());
             }
-            let reply = self.0.bounded(self.0.store.check(), true).await;
+            let reply = self.shared.bounded(self.shared.store.check(), Haste::Trial).await;
             if reply.is_err() {
-                self.0.suspect();
+                self.shared.suspect();
             }
             reply
         })
     }
 
-    delegate_store!(self, self.0.store => changed advisories usage clock_skew accept_clock now capabilities);
+    delegate_store!(
+        self, self.shared.store =>
+        changed open_transactions advisories usage clock_skew accept_clock now capabilities
+    );
 }
 
 impl Shared {
@@ -343,12 +389,19 @@ impl Shared {
     ) -> Result<T, StoreError> {
         let trial = match self.state() {
             BreakerState::Closed => None,
+            // It may not take the place of a command that shows if the store works again.
+            BreakerState::HalfOpen if kind == Kind::Scans => None,
             BreakerState::HalfOpen if kind != Kind::Purges => {
                 Some(Trial::begin(self).ok_or_else(|| self.refusal())?)
             }
             _ => return Err(self.refusal()),
         };
-        let reply = self.bounded(call(&*self.store), trial.is_some()).await;
+        let haste = match (kind, &trial) {
+            (Kind::Scans, _) => Haste::Scan,
+            (_, Some(_)) => Haste::Trial,
+            (_, None) => Haste::Command,
+        };
+        let reply = self.bounded(call(&*self.store), haste).await;
         self.note(&reply, kind, is_written, trial);
         reply
     }
@@ -362,7 +415,15 @@ impl Shared {
         trial: Option<Trial<'_>>,
     ) {
         match reply {
-            Ok(_) if kind == Kind::Purges => {}
+            Err(error) if kind == Kind::Scans => {
+                if error.kind() == StoreErrorKind::Unavailable
+                    && error.extent() == Extent::Store
+                    && error.is_unsent()
+                {
+                    self.suspect();
+                }
+            }
+            Ok(_) if matches!(kind, Kind::Purges | Kind::Scans) => {}
             Ok(reply) => self.succeeded(is_written(reply), trial),
             // The store works: it refused this command.
             Err(error) if error.kind() != StoreErrorKind::Unavailable => {
@@ -379,31 +440,29 @@ impl Shared {
         }
     }
 
-    /// Waits for a result. A slow command is cancelled once the store is known to be unreachable. A command `on_trial` has at
-    /// most the probe timeout.
-    async fn bounded<T>(self: &Arc<Self>, call: StoreFuture<'_, T>, on_trial: bool) -> Result<T, StoreError> {
+    /// Waits for a result. A slow command is cancelled once the store is known to be unreachable.
+    async fn bounded<T>(self: &Arc<Self>, call: StoreFuture<'_, T>, haste: Haste) -> Result<T, StoreError> {
         let mut call = pin!(call);
         // A result that is ready at once needs no timer.
         if let Poll::Ready(reply) = poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
             return reply;
         }
         let begun = Instant::now();
-        let give_up = if on_trial {
-            self.probe_timeout
-        } else {
-            (self.probe_timeout * HANG_PROBE_TIMEOUTS).max(MIN_HANG_TIMEOUT)
+        let give_up = match haste {
+            Haste::Trial => self.probe_timeout,
+            Haste::Command | Haste::Scan => (self.probe_timeout * HANG_PROBE_TIMEOUTS).max(MIN_HANG_TIMEOUT),
         };
         let step = (self.probe_timeout / 8).max(Duration::from_millis(1));
         loop {
             if let Ok(reply) = timeout(step, &mut call).await {
                 return reply;
             }
-            if begun.elapsed() >= self.probe_timeout {
+            if haste != Haste::Scan && begun.elapsed() >= self.probe_timeout {
                 self.suspect();
             }
             let is_away = match self.state() {
                 BreakerState::Closed => false,
-                BreakerState::HalfOpen => !on_trial,
+                BreakerState::HalfOpen => haste == Haste::Command,
                 BreakerState::Open => true,
             };
             if is_away || begun.elapsed() >= give_up {
@@ -471,6 +530,7 @@ impl Shared {
     fn open(&self, watch: &mut Watch, why: &StoreError) {
         let before = self.state();
         self.set_state(BreakerState::Open);
+        watch.reason = Some(ErrorChain(why).to_string());
         watch.strikes = 0;
         watch.excused = false;
         if before == BreakerState::Closed {
@@ -483,6 +543,7 @@ impl Shared {
 
     fn close(&self, watch: &mut Watch) {
         self.set_state(BreakerState::Closed);
+        watch.reason = None;
         watch.strikes = 0;
         watch.excused = false;
         watch.writes_fail = false;
@@ -552,6 +613,7 @@ impl Shared {
             }
             (_, Err(error)) => {
                 self.set_state(BreakerState::Closed);
+                watch.reason = None;
                 self.degrade(&mut watch, error);
             }
             (_, Ok(())) => {

@@ -8,8 +8,8 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{
-    ConfigError, Fingerprint, IdGuard, IdProblem, IdScheme, IdSecret, IntoStore, Label, RecordId, Scope,
-    ServiceName, Store, StoreError, StoredResponse, limits,
+    ConfigError, Fingerprint, IdGuard, IdScheme, IdSecret, IntoStore, Label, RecordId, Scope, ServiceName,
+    Store, StoreError, StoredResponse, limits,
 };
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
@@ -270,8 +270,8 @@ impl Engine {
         let guard = &self.inner.guard;
         loop {
             let checked = guard.verify().await;
-            match guard.problem() {
-                Some(IdProblem::Trial { left, .. }) if checked.is_err() => tokio::time::sleep(left).await,
+            match guard.problem().and_then(|problem| problem.next_check()) {
+                Some(pause) if checked.is_err() => tokio::time::sleep(pause).await,
                 _ => return checked,
             }
         }

@@ -81,6 +81,43 @@ pub enum AuditTextError {
     /// It has control characters, which could control a terminal.
     #[error("it has control characters; write one line of text")]
     Control,
+    /// It has characters that change the direction of text, so that it could show something else than it says.
+    #[error("it has characters that change the direction of text; leave them out")]
+    Direction,
+    /// It has characters that cannot be seen, so that it could look like the text of another operator.
+    #[error("it has characters that cannot be seen; leave them out")]
+    Invisible,
+}
+
+/// Returns true if a text has a character that is not seen: those that Unicode lets programs ignore, line and paragraph
+/// separators, and letters that look like a blank. A joiner or a selector of a variant is seen by its effect on a character
+/// before it that is not ASCII: languages and emoji need them.
+fn has_invisible(text: &str) -> bool {
+    let mut before = None;
+    text.chars().any(|char| {
+        let previous = before.replace(char);
+        match char {
+            '\u{200c}' | '\u{200d}' | '\u{fe00}'..='\u{fe0f}' => {
+                previous.is_none_or(|previous| previous.is_ascii() || is_ignorable(previous))
+            }
+            char => is_ignorable(char),
+        }
+    })
+}
+
+fn is_ignorable(char: char) -> bool {
+    matches!(
+        char,
+        '\u{ad}' | '\u{34f}' | '\u{115f}' | '\u{1160}' | '\u{17b4}' | '\u{17b5}' | '\u{180b}'..='\u{180f}'
+            | '\u{200b}'..='\u{200d}' | '\u{2028}' | '\u{2029}' | '\u{2060}'..='\u{206f}' | '\u{2800}' | '\u{3164}'
+            | '\u{fe00}'..='\u{fe0f}' | '\u{feff}' | '\u{ffa0}' | '\u{fff0}'..='\u{fffb}'
+            | '\u{1bca0}'..='\u{1bca3}' | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e0fff}'
+    )
+}
+
+/// Returns true for the marks, embeddings, overrides and isolates of the Unicode bidirectional algorithm (UAX #9).
+fn is_direction_mark(char: char) -> bool {
+    matches!(char, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 /// Checks a text for the audit trail, and removes blanks around it.
@@ -93,6 +130,8 @@ pub fn audit_text(text: &str) -> Result<&str, AuditTextError> {
         0 => Err(AuditTextError::Empty),
         bytes if bytes > limits::MAX_AUDIT_TEXT_BYTES => Err(AuditTextError::TooLong { bytes }),
         _ if text.chars().any(char::is_control) => Err(AuditTextError::Control),
+        _ if text.chars().any(is_direction_mark) => Err(AuditTextError::Direction),
+        _ if has_invisible(text) => Err(AuditTextError::Invisible),
         _ => Ok(text),
     }
 }

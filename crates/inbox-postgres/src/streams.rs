@@ -5,11 +5,13 @@ use std::future::Future;
 use std::ops::Range;
 
 use bytes::Bytes;
+use oncegate_core::StoreError;
 use oncegate_engine::ConfigError;
 use oncegate_inbox::{ConsumerName, HandlerError};
 use oncegate_postgres::TransactFnWith;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
+use oncegate_seal::{SealError, SealKeys, StreamEventPlace, open_stream_event, seal_stream_event};
 
 /// Streams of events with consecutive numbers, for example those of an aggregate.
 ///
@@ -52,6 +54,7 @@ pub struct Streams {
     first: u64,
     max_buffered: u32,
     transaction_pooler: bool,
+    keys: SealKeys,
 }
 
 /// An event to be applied.
@@ -132,7 +135,13 @@ impl Streams {
     /// [`ConfigError`] for an invalid [name](ConsumerName::new).
     pub fn new(consumer: impl TryInto<ConsumerName, Error: Into<ConfigError>>) -> Result<Self, ConfigError> {
         let consumer = consumer.try_into().map_err(Into::into)?;
-        Ok(Self { consumer, first: 1, max_buffered: 1000, transaction_pooler: false })
+        Ok(Self {
+            consumer,
+            first: 1,
+            max_buffered: 1000,
+            transaction_pooler: false,
+            keys: SealKeys::default(),
+        })
     }
 
     /// Sets the number of the first event of each stream, usually 0 or 1.
@@ -156,6 +165,16 @@ impl Streams {
     #[must_use]
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
         Self { transaction_pooler: through_pooler, ..self }
+    }
+
+    /// Seals the events that are [buffered](Self::apply_or_buffer) with the first of these keys, and opens them with all of them.
+    /// Default: no keys, and they are stored in clear.
+    ///
+    /// If a buffered event cannot be opened, nothing is applied: the call fails with a [`HandlerError::Retry`] that names the
+    /// missing key, and after the rollback the event is buffered as before.
+    #[must_use]
+    pub fn with_seal_keys(self, keys: impl Into<SealKeys>) -> Self {
+        Self { keys: keys.into(), ..self }
     }
 
     /// Applies an event if it is the next one, and then the buffered events that follow it.
@@ -309,14 +328,19 @@ impl Streams {
             + Send
             + Sync,
     {
+        let (consumer, keys) = (self.consumer.to_string(), self.keys.get());
         let mut events = 0;
         loop {
             let query = sqlx::query(TAKE).persistent(!self.transaction_pooler);
-            let query = query.bind(self.consumer.to_string()).bind(stream);
+            let query = query.bind(&consumer).bind(stream);
             let row = query.fetch_one(&mut *connection).await?;
             let Some(sequence) = row.try_get::<Option<i64>, _>("sequence")? else { return Ok(events) };
-            let event = row.try_get::<&[u8], _>("event")?;
-            apply.clone()(&mut *connection, StreamEvent::new(sequence.unsigned_abs(), event)).await?;
+            let sequence = sequence.unsigned_abs();
+            let stored = row.try_get::<&[u8], _>("event")?;
+            let opened =
+                open_stream_event(&StreamEventPlace { consumer: &consumer, stream, sequence }, stored, &keys);
+            let event = opened.map_err(unopened)?.unwrap_or_else(|| Bytes::copy_from_slice(stored));
+            apply.clone()(&mut *connection, StreamEvent { sequence, event }).await?;
             events += 1;
             if !row.try_get::<bool, _>("is_more")? {
                 return Ok(events);
@@ -332,16 +356,31 @@ impl Streams {
         event: Option<&[u8]>,
     ) -> Result<Turn, HandlerError> {
         let number = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+        let consumer = self.consumer.to_string();
+        // Sealed before it is known if it is buffered at all: the database decides that in the same call that stores it.
+        let event = event.map(|event| {
+            let sealed = seal_stream_event(
+                &StreamEventPlace { consumer: &consumer, stream, sequence },
+                event,
+                &self.keys.get(),
+            );
+            Ok::<_, HandlerError>(sealed.map_err(unopened)?.unwrap_or_else(|| event.to_vec()))
+        });
         let query = sqlx::query(EVENT)
             .persistent(!self.transaction_pooler)
-            .bind(self.consumer.to_string())
+            .bind(consumer)
             .bind(stream)
             .bind(number(sequence))
             .bind(number(self.first))
-            .bind(event.map(<[u8]>::to_vec))
+            .bind(event.transpose()?)
             .bind(i32::try_from(self.max_buffered).unwrap_or(i32::MAX));
         turn(&query.fetch_one(connection).await?)
     }
+}
+
+/// Converts the error of an event that was not sealed or opened. The message is delivered again.
+fn unopened(error: SealError) -> HandlerError {
+    HandlerError::retry(StoreError::from(error))
 }
 
 fn turn(row: &PgRow) -> Result<Turn, HandlerError> {

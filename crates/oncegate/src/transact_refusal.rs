@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use axum_core::body::Body;
 use axum_core::response::{IntoResponse, Response};
+use oncegate_core::StoreErrorKind;
 use oncegate_http::{Condition, Refusal, Settings};
 use oncegate_postgres::TransactError;
 use oncegate_postgres::transaction::is_lost_in;
@@ -21,6 +22,8 @@ use oncegate_postgres::transaction::is_lost_in;
 /// | [`Unknown`](TransactError::Unknown), [`Fenced`](TransactError::Fenced) | 500 `outcome-unknown` | `stop` |
 /// | [`CommitUnknown`](TransactError::CommitUnknown) | 503 `store-unavailable` | `same-key` |
 /// | [`Store`](TransactError::Store) | 503 `store-unavailable` | `same-key` |
+/// | [`Sealed`](TransactError::Sealed), as the key is missing or the result must be sealed | 503 `response-sealed` | `same-key` |
+/// | [`Sealed`](TransactError::Sealed), because the seal is broken | 500 `record-corrupt` | `stop` |
 /// | [`Failed`](TransactError::Failed), because the connection was lost | 503 `store-unavailable` | `same-key` |
 /// | any other | 500 `handler-failed` | `same-key` |
 ///
@@ -67,6 +70,10 @@ impl IntoResponse for TransactRefusal {
             TransactError::CommitUnknown { .. } | TransactError::Store(_) => {
                 Refusal::new(Condition::StoreUnavailable).with_retry_after(1)
             }
+            TransactError::Sealed { source, .. } => match source.kind() {
+                StoreErrorKind::Sealed => Refusal::new(Condition::ResponseSealed).with_retry_after(30),
+                _ => Refusal::new(Condition::RecordCorrupt),
+            },
             TransactError::Failed(error) if is_lost_in(&**error) => {
                 Refusal::new(Condition::StoreUnavailable).with_retry_after(1)
             }
@@ -82,7 +89,7 @@ impl IntoResponse for TransactRefusal {
 mod tests {
     use std::time::Duration;
 
-    use oncegate_core::{KeyError, StoreError};
+    use oncegate_core::{KeyError, RecordId, StoreError};
     use oncegate_postgres::sqlx;
 
     use super::*;
@@ -90,7 +97,10 @@ mod tests {
     #[test]
     fn each_error_says_how_to_retry() {
         let lost = || sqlx::Error::Io(std::io::ErrorKind::ConnectionReset.into());
+        let sealed = |source| TransactError::Sealed { record: RecordId::from_bytes([1; 32]), source };
         let table = [
+            (sealed(StoreError::sealed("the key is missing")), 503, Some("30")),
+            (sealed(StoreError::corrupt("the seal is broken")), 500, None),
             (TransactError::InProgress { lease_left: Duration::ZERO }, 409, Some("1")),
             (TransactError::Key(KeyError::Empty), 400, None),
             (TransactError::Mismatch, 422, None),

@@ -66,6 +66,38 @@ AS $$
     ORDER BY t.number DESC LIMIT least(greatest(coalesce(dead_letter_page.max_rows, 100), 1), 1000)
 $$;
 
+-- Dead letters as oncegate.dead_letter_page returns them, of those that died at `since` or later, and before `until`. Null is no
+-- bound. The index by time finds the numbers between which they are, so that only these are read: numbers and times are nearly
+-- in the same order. The sum in min and max keeps the planner from looking for them by number.
+CREATE OR REPLACE FUNCTION oncegate.dead_letters_of_period(
+    only_consumer text, only_topic text, only_reason text, since bigint, until bigint, before bigint, max_rows integer
+) RETURNS TABLE (
+    number bigint, id bytea, consumer text, reason text, attempts integer, error text, topic text, broker_id text,
+    order_key bytea, headers integer, bytes bigint, at bigint, clock bigint
+)
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    from_time CONSTANT bigint := coalesce(dead_letters_of_period.since, -9223372036854775808);
+    to_time CONSTANT bigint := coalesce(dead_letters_of_period.until, 9223372036854775807);
+    first_number bigint;
+    last_number bigint;
+BEGIN
+    SELECT min(t.number + 0), max(t.number + 0) INTO first_number, last_number
+    FROM oncegate.dead_letters AS t WHERE t.at >= from_time AND t.at < to_time;
+    RETURN QUERY
+        SELECT t.number, t.id, t.consumer, t.reason, t.attempts, t.error, t.topic, t.broker_id, t.order_key,
+            cardinality(t.header_names), octet_length(t.payload)::bigint, t.at, oncegate.now_ms()
+        FROM oncegate.dead_letters AS t
+        WHERE t.number BETWEEN first_number AND last_number AND t.at >= from_time AND t.at < to_time
+            AND (dead_letters_of_period.before IS NULL OR t.number < dead_letters_of_period.before)
+            AND (dead_letters_of_period.only_consumer IS NULL OR t.consumer = dead_letters_of_period.only_consumer)
+            AND (dead_letters_of_period.only_topic IS NULL OR t.topic = dead_letters_of_period.only_topic)
+            AND (dead_letters_of_period.only_reason IS NULL OR t.reason = dead_letters_of_period.only_reason)
+        ORDER BY t.number DESC LIMIT least(greatest(coalesce(dead_letters_of_period.max_rows, 100), 1), 1000);
+END
+$$;
+
 -- The numbers of dead letters by consumer, topic and reason, the largest first. It counts rows.
 CREATE OR REPLACE FUNCTION oncegate.dead_letter_counts(max_rows integer)
 RETURNS TABLE (consumer text, topic text, reason text, letters bigint, oldest bigint, newest bigint)
@@ -159,6 +191,22 @@ $$;
 CREATE OR REPLACE FUNCTION oncegate.is_sealed(payload bytea) RETURNS boolean
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN substring(is_sealed.payload FROM 1 FOR 7) = decode('006f677365616c', 'hex');
+
+-- Dead letters and events that streams buffer, counted by the key that sealed them. kind: dead-letter or buffered-event. seal_key:
+-- the 8 bytes of the id of the key, or null for those in clear. It reads the first bytes of each payload, and returns at most 1000
+-- rows.
+CREATE OR REPLACE FUNCTION oncegate.message_seal_counts()
+RETURNS TABLE (kind text, seal_key bytea, messages bigint, oldest bigint)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT m.kind, CASE WHEN oncegate.is_sealed(m.head) THEN substring(m.head FROM 9 FOR 8) END, count(*), min(m.at)
+    FROM (
+        SELECT 'dead-letter'::text AS kind, substring(t.payload FROM 1 FOR 16) AS head, t.at FROM oncegate.dead_letters AS t
+        UNION ALL
+        SELECT 'buffered-event'::text, substring(t.event FROM 1 FOR 16), t.at FROM oncegate.buffered_events AS t
+    ) AS m
+    GROUP BY 1, 2 ORDER BY 1, 2 LIMIT 1000
+$$;
 
 -- The reasons why a dead letter should not be published again:
 --   sealed           its payload is sealed: published like this, no consumer could read it

@@ -1,4 +1,4 @@
--- Operators: resolving, rewriting, forgetting, reading, listing and purging records.
+-- Operators: resolving, rewriting, forgetting, reading, listing, counting and purging records.
 
 -- Adds an entry to the audit trail. The newest 100 000 are kept. Entries that another transaction removes now are skipped.
 CREATE OR REPLACE FUNCTION oncegate.add_audit(
@@ -291,6 +291,71 @@ BEGIN
         by_operator := r.by_operator;
         RETURN NEXT;
     END LOOP;
+END
+$$;
+
+-- Counts the records that match, and finds the first ones in the order of time. Filters, of which null matches every record: the
+-- operator's names of the states, the tags of the caller and of the key, the beginning of the operation, the time since the last
+-- change of state, that change from changed_since on and before changed_before, and identifiers after `after` up to `last`. The
+-- record except_id, and operations that begin with except_prefix, are left out.
+-- A row without an id is a number: of the records in this state, and of this operation if by_operation. All other rows are the
+-- places of at most max_rows records, 1001 at most: the newest ones, or the oldest ones, beyond this time and identifier.
+-- It reads every row in the range of identifiers, without responses. So callers bound its time by the range.
+CREATE OR REPLACE FUNCTION oncegate.survey(
+    only_states text[],
+    only_caller bytea,
+    only_key_tag bytea,
+    operation_prefix text,
+    min_age_ms bigint,
+    changed_since bigint,
+    changed_before bigint,
+    except_id bytea,
+    except_prefix text,
+    after bytea,
+    last bytea,
+    by_operation boolean,
+    oldest_first boolean,
+    beyond_time bigint,
+    beyond_id bytea,
+    max_rows integer
+) RETURNS TABLE (id bytea, changed_at bigint, state text, operation text, records bigint, clock bigint)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    clock := oncegate.now_ms();
+    -- Planned for these arguments: filters that are null cost nothing, and the whole table is not read by its index. Records in
+    -- some states, or of one key, are few, so they are read once and kept. Of all records, two scans are cheaper than a copy.
+    RETURN QUERY EXECUTE format($query$
+        WITH matching AS %s (
+            SELECT t.id, t.changed_at, CASE WHEN $14 THEN t.operation END AS operation,
+                oncegate.state_name(t.state, t.lease_until, $1) AS state_name
+            FROM oncegate.records AS t
+            WHERE $1 < t.expires_at
+                AND ($2 IS NULL OR oncegate.state_name(t.state, t.lease_until, $1) = ANY ($2))
+                AND ($3 IS NULL OR t.caller = $3)
+                AND ($4 IS NULL OR t.key_tag = $4)
+                AND ($5 IS NULL OR starts_with(t.operation, $5))
+                AND ($6 IS NULL OR $6 <= 0 OR t.changed_at <= $1 - $6)
+                AND ($7 IS NULL OR t.changed_at >= $7)
+                AND ($8 IS NULL OR t.changed_at < $8)
+                AND ($9 IS NULL OR t.id <> $9)
+                AND ($10 IS NULL OR NOT starts_with(t.operation, $10))
+                AND ($11 IS NULL OR t.id > $11)
+                AND ($12 IS NULL OR t.id <= $12)
+        )
+        SELECT NULL::bytea, NULL::bigint, m.state_name, m.operation, count(*), $1
+        FROM matching AS m GROUP BY m.state_name, m.operation
+        UNION ALL
+        (SELECT m.id, m.changed_at, NULL::text, NULL::text, NULL::bigint, $1 FROM matching AS m
+        WHERE $15 IS NULL OR CASE WHEN $13 THEN (m.changed_at, m.id) > ($15, $16) ELSE (m.changed_at, m.id) < ($15, $16) END
+        ORDER BY CASE WHEN $13 THEN m.changed_at END, CASE WHEN $13 THEN m.id END,
+            CASE WHEN NOT $13 THEN m.changed_at END DESC, CASE WHEN NOT $13 THEN m.id END DESC
+        LIMIT $17)
+        $query$, CASE WHEN survey.only_states IS NULL AND survey.only_key_tag IS NULL THEN 'NOT MATERIALIZED' ELSE 'MATERIALIZED' END)
+        USING survey.clock, survey.only_states, survey.only_caller, survey.only_key_tag, survey.operation_prefix,
+            survey.min_age_ms, survey.changed_since, survey.changed_before, survey.except_id, survey.except_prefix,
+            survey.after, survey.last, coalesce(survey.oldest_first, false), coalesce(survey.by_operation, false),
+            survey.beyond_time, survey.beyond_id, least(greatest(coalesce(survey.max_rows, 0), 0), 1001);
 END
 $$;
 

@@ -249,6 +249,15 @@ BEGIN
 END
 $$;
 
+-- Operators ask for the dead letters of a period. See oncegate.dead_letters_of_period.
+DO $$
+BEGIN
+    IF to_regclass('oncegate.dead_letters_at') IS NULL THEN
+        CREATE INDEX dead_letters_at ON oncegate.dead_letters (at, number);
+    END IF;
+END
+$$;
+
 -- The changes that operators made to dead letters and to messages of the outbox.
 DO $$
 BEGIN

@@ -27,6 +27,7 @@ pub(crate) enum Arg {
     ManyBytes(Vec<Option<Vec<u8>>>),
     ManyBig(Vec<i64>),
     ManyText(Vec<String>),
+    NoManyText,
 }
 
 impl Call {
@@ -60,6 +61,7 @@ impl Call {
                 Arg::ManyBytes(list) => query.bind(list),
                 Arg::ManyBig(list) => query.bind(list),
                 Arg::ManyText(list) => query.bind(list),
+                Arg::NoManyText => query.bind(None::<Vec<String>>),
             };
         }
         query.fetch_all(connection).await
@@ -107,6 +109,7 @@ impl Arg {
             Self::Flag(flag) => write!(to, "{flag}"),
             Self::Text(text) => return write_text(text, to),
             Self::NoText => write!(to, "null::text"),
+            Self::NoManyText => write!(to, "null::text[]"),
             Self::ManyBytes(list) => {
                 return write_list(list, "bytea", to, |bytes, to| match bytes {
                     Some(bytes) => write_bytes(bytes, to),

@@ -88,6 +88,7 @@ mod record;
 mod row_version;
 pub mod schema;
 mod store;
+mod survey;
 mod transact;
 pub mod transaction;
 mod watch;

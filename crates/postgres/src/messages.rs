@@ -9,21 +9,25 @@ use std::time::Duration;
 use oncegate_core::{RecordId, StoreError, StoreErrorKind, Timestamp};
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{ConnectOptions as _, Connection as _, Error, Row as _};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::call::{Arg, Call};
 use crate::error::{describe, store_error};
 use crate::options::PostgresOptions;
+use crate::store::is_missing;
 
 /// The functions that an operator's role must be able to call.
 const FUNCTIONS: &str = "oncegate.dead_letter_page, oncegate.dead_letter_counts, oncegate.show_dead_letter, \
      oncegate.requeue_dead_letter, oncegate.drop_dead_letter, oncegate.check_opened_dead_letter, \
      oncegate.requeue_opened_dead_letter, oncegate.outbox_page, oncegate.outbox_status, \
      oncegate.show_outbox_message, oncegate.requeue_outbox_message, oncegate.drop_outbox_message, \
-     oncegate.message_audit_trail";
+     oncegate.message_audit_trail, oncegate.message_seal_counts, oncegate.dead_letters_of_period";
 
 const LETTERS: &str = "SELECT l.* FROM oncegate.dead_letter_page($1, $2, $3, $4, $5) AS l";
+const LETTERS_OF_PERIOD: &str =
+    "SELECT l.* FROM oncegate.dead_letters_of_period($1, $2, $3, $4, $5, $6, $7) AS l";
 const COUNTS: &str = "SELECT c.* FROM oncegate.dead_letter_counts($1) AS c";
+const SEALS: &str = "SELECT c.* FROM oncegate.message_seal_counts() AS c";
 const SHOW_LETTER: &str = "SELECT l.* FROM oncegate.show_dead_letter($1, $2) AS l";
 const REQUEUE_LETTER: &str = "SELECT r.* FROM oncegate.requeue_dead_letter($1, $2, $3, $4, $5) AS r";
 const CHECK_OPENED: &str = "SELECT c.* FROM oncegate.check_opened_dead_letter($1, $2, $3, $4) AS c";
@@ -139,6 +143,20 @@ pub struct DeadLetterCount {
     pub oldest: Timestamp,
     /// The time of the newest.
     pub newest: Timestamp,
+}
+
+/// The number of dead letters, or of events that streams buffer, that one key sealed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MessageSealCount {
+    /// True for events that streams buffer, and false for dead letters.
+    pub is_buffered_event: bool,
+    /// The id of the key, as their sealed forms have it; `None` for those in clear.
+    pub key: Option<[u8; 8]>,
+    /// The number of messages.
+    pub count: u64,
+    /// The time of the oldest.
+    pub oldest: Timestamp,
 }
 
 /// A message as it was delivered or sent. The content of a sealed dead letter is in its payload, and its header values are empty.
@@ -441,6 +459,42 @@ impl MessageOperator {
         Ok(letters.into_iter().map(|line| self.with_error(line)).collect())
     }
 
+    /// Lists dead letters that died at the first time or later, and before the second, the newest first.
+    ///
+    /// A page has at most `limit` and at most 1000 of them. `None` if the database has the functions of an earlier version, or if
+    /// the role may not call this one: then [`dead_letters`](Self::dead_letters) lists them, and the caller compares their times.
+    ///
+    /// # Errors
+    /// As for [`dead_letters`](Self::dead_letters).
+    pub async fn dead_letters_of_period(
+        &self,
+        filter: &DeadLetterFilter,
+        (since, until): (Option<Timestamp>, Option<Timestamp>),
+        limit: usize,
+    ) -> Result<Option<Vec<DeadLetterLine>>, StoreError> {
+        let time = |time: Option<Timestamp>| number_or_null(time.map(Timestamp::as_millis));
+        let args = [
+            text_or_null(filter.consumer.as_deref()),
+            text_or_null(filter.topic.as_deref()),
+            text_or_null(filter.reason.as_deref()),
+            time(since),
+            time(until),
+            number_or_null(filter.before),
+            Arg::Small(i32::try_from(limit).unwrap_or(i32::MAX)),
+        ];
+        let _permit = self.permit().await?;
+        let mut session = Session::open(&self.options).await?;
+        let reply = session.send(Call::new(LETTERS_OF_PERIOD, args)).await?;
+        session.close().await;
+        let rows = match reply {
+            Err(Error::Database(error)) if is_missing(&*error) => return Ok(None),
+            reply => reply.map_err(|error| explained(&self.options.database(), &error))?,
+        };
+        let letters = rows.iter().map(dead_letter).collect::<Result<Vec<_>, _>>();
+        let letters = letters.map_err(|error| store_error(&error))?;
+        Ok(Some(letters.into_iter().map(|line| self.with_error(line)).collect()))
+    }
+
     /// Counts dead letters by consumer, topic and reason, the largest number first, at most 100 groups.
     ///
     /// # Errors
@@ -454,6 +508,25 @@ impl MessageOperator {
                 count: unsigned(row, "letters")?,
                 oldest: time(row, "oldest")?,
                 newest: time(row, "newest")?,
+            })
+        })
+        .await
+    }
+
+    /// Counts dead letters, and events that streams buffer, by the key that sealed them.
+    ///
+    /// # Errors
+    /// As for [`dead_letters`](Self::dead_letters).
+    pub async fn seal_counts(&self) -> Result<Vec<MessageSealCount>, StoreError> {
+        self.read(SEALS, [], |row| {
+            let key: Option<Vec<u8>> = row.try_get("seal_key")?;
+            // A form that was cut belongs to no key, and opens with none.
+            let key = key.map(|key| <[u8; 8]>::try_from(key).unwrap_or_default());
+            Ok(MessageSealCount {
+                is_buffered_event: row.try_get::<&str, _>("kind")? == "buffered-event",
+                key,
+                count: unsigned(row, "messages")?,
+                oldest: time(row, "oldest")?,
             })
         })
         .await
@@ -763,12 +836,18 @@ impl MessageOperator {
         row: impl Fn(&PgRow) -> Result<T, Error>,
     ) -> Result<Vec<T>, StoreError> {
         let call = Call::new(sql, args);
-        let _permit =
-            self.running.acquire().await.map_err(|_| StoreError::unavailable("it is shutting down"))?;
+        let _permit = self.permit().await?;
         let mut session = Session::open(&self.options).await?;
         let rows = session.call(call).await?;
         session.close().await;
         rows.iter().map(row).collect::<Result<_, _>>().map_err(|error| store_error(&error))
+    }
+}
+
+impl MessageOperator {
+    /// The turn of a call.
+    async fn permit(&self) -> Result<SemaphorePermit<'_>, StoreError> {
+        self.running.acquire().await.map_err(|_| StoreError::unavailable("it is shutting down"))
     }
 }
 
@@ -788,6 +867,12 @@ impl Session {
     }
 
     async fn call(&mut self, call: Call) -> Result<Vec<PgRow>, StoreError> {
+        let reply = self.send(call).await?;
+        reply.map_err(|error| explained(&self.database, &error))
+    }
+
+    /// Sends a call. The inner error is that of the server.
+    async fn send(&mut self, call: Call) -> Result<Result<Vec<PgRow>, Error>, StoreError> {
         let sent = async {
             if self.through_pooler {
                 call.in_one_message(&mut self.connection).await
@@ -797,7 +882,7 @@ impl Session {
         };
         let database = &self.database;
         match tokio::time::timeout(self.limit, sent).await {
-            Ok(rows) => rows.map_err(|error| explained(database, &error)),
+            Ok(reply) => Ok(reply),
             Err(_) => Err(StoreError::unavailable(format!("{database}: no reply within {:?}", self.limit))),
         }
     }

@@ -26,6 +26,7 @@ pub struct PostgresOptions {
     pub(crate) pool_size: u32,
     pub(crate) command_timeout: Duration,
     pub(crate) statement_timeout: Duration,
+    pub(crate) inspect_interval: Duration,
     pub(crate) connect_timeout: Duration,
     pub(crate) transaction_pooler: bool,
     pub(crate) max_batch: usize,
@@ -92,6 +93,7 @@ impl PostgresOptions {
             pool_size: 8,
             command_timeout: Duration::from_secs(2),
             statement_timeout: Duration::from_secs(5),
+            inspect_interval: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(3),
             transaction_pooler,
             max_batch: 128,
@@ -120,6 +122,21 @@ impl PostgresOptions {
     pub fn with_command_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
         self.command_timeout =
             ConfigError::check("the command timeout", timeout, Duration::from_millis(1)..=Duration::MAX)?;
+        Ok(self)
+    }
+
+    /// Sets the interval in which the server's settings about the flush of commits are read again, at least 10 ms. Default: 60 s.
+    /// A change is logged, and shows in [`Store::capabilities`](oncegate_core::Store::capabilities) and
+    /// [`Store::advisories`](oncegate_core::Store::advisories). [`Store::check`](oncegate_core::Store::check) reads them, too.
+    ///
+    /// # Errors
+    /// If the interval is out of bounds.
+    pub fn with_inspect_interval(mut self, interval: Duration) -> Result<Self, ConfigError> {
+        self.inspect_interval = ConfigError::check(
+            "the interval in which the server's settings are read",
+            interval,
+            Duration::from_millis(10)..=Duration::MAX,
+        )?;
         Ok(self)
     }
 
@@ -246,6 +263,7 @@ impl fmt::Debug for PostgresOptions {
             .field("pool_size", &self.pool_size)
             .field("command_timeout", &self.command_timeout)
             .field("statement_timeout", &self.statement_timeout)
+            .field("inspect_interval", &self.inspect_interval)
             .field("connect_timeout", &self.connect_timeout)
             .field("transaction_pooler", &self.transaction_pooler)
             .field("max_batch", &self.max_batch)

@@ -3,15 +3,16 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use oncegate_core::{
-    AuditEntry, Capabilities, ChangeListener, Claim, Command, Complete, Durability, ErrorChain, Extent,
-    Fencing, FencingToken, Forget, ListPage, ListQuery, Outcome, Record, RecordId, RecordStep, Release,
-    Renew, Replacement, Resolution, Resolve, Rewrite, ServerClock, StateName, StateSet, Store, StoreError,
-    StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits, listen,
+    Advisory, AuditEntry, Capabilities, ChangeListener, Claim, Command, Complete, Durability, ErrorChain,
+    Extent, Fencing, FencingToken, Forget, ListPage, ListQuery, Outcome, Record, RecordId, RecordStep,
+    Release, Renew, Replacement, Resolution, Resolve, Rewrite, ServerClock, StateName, StateSet, Store,
+    StoreError, StoreErrorKind, StoreFuture, StoredResponse, Survey, SurveyQuery, Timestamp, limits, listen,
 };
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, PgPoolOptions, PgRow};
@@ -25,6 +26,7 @@ use crate::error::{PostgresOpenError, describe, is_lost, is_undone, store_error}
 use crate::options::PostgresOptions;
 use crate::record::{self, Reply, optional, unexpected_reply};
 use crate::schema;
+use crate::survey;
 use crate::watch::{Listener, max_watchers};
 
 /// The pauses between attempts while another open transaction holds the record. Together they are as long as a commit takes,
@@ -50,11 +52,51 @@ struct StoreInner {
     command_timeout: Duration,
     statement_timeout: Duration,
     transaction_pooler: bool,
-    durability: Durability,
+    flushing: Flushing,
     claims: Arc<Lane>,
     completions: Arc<Lane>,
     /// Permits for replies that are larger than a batch may be.
     large: Semaphore,
+}
+
+/// The server's settings about the flush of commits (`fsync`, `synchronous_commit`). They can change while the server runs.
+#[derive(Default)]
+struct Flushing {
+    database: String,
+    /// True if the server flushed commits when it was asked last.
+    is_synced: AtomicBool,
+    /// True if it did so once since the store was opened.
+    was_synced: AtomicBool,
+}
+
+impl Flushing {
+    /// Notes what the server said, and logs a change.
+    fn note(&self, is_synced: bool) {
+        let was = self.is_synced.swap(is_synced, Ordering::AcqRel);
+        self.was_synced.fetch_or(is_synced, Ordering::AcqRel);
+        match (was, is_synced) {
+            (true, false) => self.warn(),
+            (false, true) => tracing::info!(database = %self.database, "the server flushes commits again"),
+            _ => {}
+        }
+    }
+
+    fn warn(&self) {
+        tracing::warn!(
+            database = %self.database,
+            "the server does not flush commits (fsync or synchronous_commit is off): a crash may lose records, and their \
+             requests would execute again; turn both on"
+        );
+    }
+
+    fn durability(&self) -> Durability {
+        if self.is_synced.load(Ordering::Acquire) { Durability::Synced } else { Durability::Buffered }
+    }
+
+    /// Returns true if the server flushed commits once, and does not now.
+    fn is_weakened(&self) -> bool {
+        self.was_synced.load(Ordering::Acquire) && !self.is_synced.load(Ordering::Acquire)
+    }
 }
 
 impl PostgresStore {
@@ -68,10 +110,13 @@ impl PostgresStore {
     pub async fn open(options: PostgresOptions) -> Result<Self, PostgresOpenError> {
         let runtime = options.runtime.clone().unwrap_or_else(Handle::current);
         let listener = max_watchers(&options).map(|max| (ChangeListener::new(max), Listener::new(&options)));
+        let every = options.inspect_interval;
         let opened = runtime.spawn(StoreInner::open(options)).await;
         let shared = opened
             .unwrap_or_else(|_| Err(PostgresOpenError::Url("the runtime is shutting down".to_owned())))?;
-        Ok(Self { shared: Arc::new(shared), runtime, listener })
+        let shared = Arc::new(shared);
+        runtime.spawn(inspect_every(every, Arc::downgrade(&shared)));
+        Ok(Self { shared, runtime, listener })
     }
 
     /// Waits for running calls, and closes every connection. Later commands are refused as unavailable.
@@ -126,6 +171,17 @@ impl PostgresStore {
     }
 }
 
+/// Reads the server's settings at an interval, as long as the store exists.
+async fn inspect_every(every: Duration, store: Weak<StoreInner>) {
+    loop {
+        tokio::time::sleep(every).await;
+        let Some(shared) = store.upgrade().filter(|shared| !shared.pool.is_closed()) else { return };
+        if let Err(error) = shared.inspect().await {
+            tracing::debug!(error = %ErrorChain(&error), "the settings of PostgreSQL could not be read");
+        }
+    }
+}
+
 fn shutting_down() -> StoreError {
     StoreError::unavailable("the store's runtime is shutting down")
 }
@@ -147,8 +203,28 @@ impl Store for PostgresStore {
         })
     }
 
+    fn open_transactions(&self) -> StoreFuture<'_, Vec<String>> {
+        let shared = self.shared.clone();
+        Box::pin(async move {
+            let rows = shared.call(open_transactions_call(), CallOptions::command(Resend::Always)).await?;
+            open_transactions(&rows)
+        })
+    }
+
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
         self.on_runtime(|shared| async move { shared.list(&query).await })
+    }
+
+    fn survey(&self, query: SurveyQuery) -> StoreFuture<'_, Option<Survey>> {
+        self.on_runtime(|shared| async move {
+            let result = shared.try_call(survey::call(&query), CallOptions::long(Resend::Always)).await;
+            match result {
+                Ok(rows) => survey::read(&rows, query.is_oldest_first).map(Some),
+                // An older text of the contract, or a role without the right to this function: records are listed instead.
+                Err(Failure::Refused(Error::Database(error))) if is_missing(&*error) => Ok(None),
+                Err(failure) => Err(failure.into_store_error()),
+            }
+        })
     }
 
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
@@ -175,8 +251,7 @@ impl Store for PostgresStore {
 
     fn check(&self) -> StoreFuture<'_, ()> {
         self.on_runtime(|shared| async move {
-            let rows = shared.call(Call::new(SERVER_STATE, []), CallOptions::command(Resend::Always)).await?;
-            let standing = ServerState::read(rows.first().ok_or_else(unexpected_reply)?)?;
+            let standing = shared.inspect().await?;
             if standing.is_standby {
                 return Err(StoreError::unavailable("the database is a standby, which takes no writes"));
             }
@@ -217,8 +292,21 @@ impl Store for PostgresStore {
         self.shared.clock.now()
     }
 
+    /// `less-durable` while the server does not flush commits, and did so since this store was opened.
+    fn advisories(&self) -> Vec<Advisory> {
+        let text = "the server of the store keeps less than it did (buffered, and synced before): fsync or synchronous_commit is \
+                    off, so a crash of it now may lose the last records, and their keys execute again. Turn both on";
+        self.shared
+            .flushing
+            .is_weakened()
+            .then(|| Advisory::new("less-durable", text.to_owned()))
+            .into_iter()
+            .collect()
+    }
+
     fn capabilities(&self) -> Capabilities {
-        let mut capabilities = Capabilities::new("postgres", self.shared.durability, Fencing::Monotonic);
+        let durability = self.shared.flushing.durability();
+        let mut capabilities = Capabilities::new("postgres", durability, Fencing::Monotonic);
         capabilities.atomic_with_effect = true;
         capabilities
     }
@@ -250,7 +338,7 @@ impl StoreInner {
             command_timeout: options.command_timeout,
             statement_timeout: options.statement_timeout,
             transaction_pooler: options.transaction_pooler,
-            durability: Durability::Synced,
+            flushing: Flushing { database: database.clone(), ..Flushing::default() },
             claims: Arc::new(lane()),
             completions: Arc::new(lane()),
             large: Semaphore::new(LARGE_AT_ONCE),
@@ -308,15 +396,22 @@ impl StoreInner {
                 return Err(PostgresOpenError::Unreachable { database, why });
             }
         }
-        if !standing.is_synced {
-            tracing::warn!(
-                %database,
-                "the server does not flush commits (fsync or synchronous_commit is off): a crash may lose records, and their \
-                 requests would execute again; turn both on"
-            );
+        match standing.is_synced {
+            true => {
+                shared.flushing.is_synced.store(true, Ordering::Release);
+                shared.flushing.was_synced.store(true, Ordering::Release);
+            }
+            false => shared.flushing.warn(),
         }
-        let durability = if standing.is_synced { Durability::Synced } else { Durability::Buffered };
-        Ok(Self { durability, ..shared })
+        Ok(shared)
+    }
+
+    /// Reads the state of the server, and notes how durable its commits are.
+    async fn inspect(&self) -> Result<ServerState, StoreError> {
+        let rows = self.call(Call::new(SERVER_STATE, []), CallOptions::command(Resend::Always)).await?;
+        let standing = ServerState::read(rows.first().ok_or_else(unexpected_reply)?)?;
+        self.flushing.note(standing.is_synced);
+        Ok(standing)
     }
 
     async fn apply(&self, id: RecordId, command: Command, wanted: Wanted<'_>) -> Result<Outcome, StoreError> {
@@ -634,10 +729,20 @@ const LARGE_AT_ONCE: usize = 2;
 /// Reads a record with its steps by one statement: an attempt must not see its steps of another moment.
 const LOOKUP: &str = "SELECT * FROM oncegate.lookup($1)";
 
+/// A lookup that also returns a row if there is no record, and that tells if its snapshot is that of this statement.
+const LOOKUP_IN_TRANSACTION: &str = "SELECT current_setting('transaction_isolation') = 'read committed' AS is_current, l.* \
+     FROM (SELECT) AS one LEFT JOIN oncegate.lookup($1) AS l ON true";
+
+/// The open transactions of clients in this database, and its prepared ones. Every role sees all of these columns.
+const OPEN_TRANSACTIONS: &str = "SELECT l.virtualtransaction AS name FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid \
+     WHERE l.locktype = 'virtualxid' AND l.mode = 'ExclusiveLock' AND l.granted AND a.datname = current_database() \
+     AND a.usesysid IS NOT NULL AND l.pid <> pg_backend_pid() \
+     UNION ALL SELECT 'prepared ' || p.gid FROM pg_prepared_xacts AS p WHERE p.database = current_database()";
+
 const LIST: &str =
     "SELECT * FROM oncegate.list($1, $2, $3, $4, $5, $6, $7) WITH ORDINALITY AS r ORDER BY r.ordinality";
 
-/// The state of the server, which is read when the store is opened and checked.
+/// The state of the server, which is read when the store is opened, when it is checked, and at an interval.
 const SERVER_STATE: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_recovery() AS is_standby, \
      current_setting('synchronous_commit') <> 'off' AND current_setting('fsync') = 'on' AS is_synced, \
      oncegate.now_ms() AS clock";
@@ -670,7 +775,7 @@ impl ServerState {
 }
 
 /// Tells if the schema or the function does not exist, or the role has no right to it.
-fn is_missing(error: &dyn sqlx::error::DatabaseError) -> bool {
+pub(crate) fn is_missing(error: &dyn sqlx::error::DatabaseError) -> bool {
     matches!(error.code().as_deref(), Some("3F000" | "42883" | "42P01" | "42501"))
 }
 
@@ -723,14 +828,19 @@ impl Failure {
     fn may_pass(&self) -> bool {
         match self {
             Self::Lost(_) | Self::Undone(_) | Self::TimedOut | Self::Unwanted => true,
-            Self::Unsent(error) | Self::Refused(error) => match error {
-                Error::PoolTimedOut | Error::Io(_) => true,
-                Error::Database(error) => {
-                    error.code().is_some_and(|code| code.starts_with("57P") || code.starts_with("53"))
-                }
-                _ => false,
-            },
+            Self::Unsent(error) | Self::Refused(error) => is_passing(error),
         }
+    }
+}
+
+/// Tells if an error concerns the way to the server, or a server that starts, stops or has no connection left.
+pub(crate) fn is_passing(error: &Error) -> bool {
+    match error {
+        Error::PoolTimedOut | Error::Io(_) => true,
+        Error::Database(error) => {
+            error.code().is_some_and(|code| code.starts_with("57P") || code.starts_with("53"))
+        }
+        _ => false,
     }
 }
 
@@ -783,6 +893,20 @@ pub(crate) fn list_page(rows: &[PgRow]) -> Result<ListPage, StoreError> {
 /// Reads a record.
 pub(crate) fn lookup_call(id: &RecordId) -> Call {
     Call::new(LOOKUP, [id_arg(id)])
+}
+
+pub(crate) fn lookup_in_transaction_call(id: &RecordId) -> Call {
+    Call::new(LOOKUP_IN_TRANSACTION, [id_arg(id)])
+}
+
+/// The call that returns the open transactions; [`open_transactions`] reads the reply.
+pub(crate) fn open_transactions_call() -> Call {
+    Call::new(OPEN_TRANSACTIONS, [])
+}
+
+pub(crate) fn open_transactions(rows: &[PgRow]) -> Result<Vec<String>, StoreError> {
+    let name = |row: &PgRow| row.try_get("name").map_err(|error| store_error(&error));
+    rows.iter().map(name).collect()
 }
 
 fn id_arg(id: &RecordId) -> Arg {

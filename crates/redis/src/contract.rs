@@ -84,7 +84,7 @@ pub(crate) fn part(name: &str) -> &'static str {
 }
 
 /// A script with its parts in place.
-fn compose(source: &str, part: &impl Fn(&str) -> &'static str) -> Script {
+pub(crate) fn compose(source: &str, part: &impl Fn(&str) -> &'static str) -> Script {
     let lines = source.split_inclusive('\n');
     Script::new(
         lines.map(|line| line.strip_prefix(INCLUDE).map_or(line, |name| part(name.trim_end()))).collect(),

@@ -170,7 +170,7 @@ impl From<Failure> for StoreError {
                 Self::invalid("an argument is out of the range of the Redis contract")
             }
             Failure::NotSent(_) => Self::unavailable(format!("Redis: {failure}")).with_nothing_sent(),
-            // These refuse writes before a script begins; scripts that only read still run.
+            // These refuse a script that may write before it begins.
             Failure::Refused(code) if matches!(code.as_str(), "OOM" | "MISCONF" | "NOREPLICAS") => {
                 Self::unavailable(format!("Redis: {failure}")).with_extent(Extent::Writes)
             }

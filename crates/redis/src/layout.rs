@@ -1,5 +1,10 @@
 //! The bytes of a record, read without a script. Only scripts write them. The reference has the table.
 
+use oncegate_core::{
+    AttemptId, CallerTag, FencingToken, Fingerprint, KeyTag, Label, Record, RecordedResponse, State,
+    StoredResponse, Timestamp,
+};
+
 use crate::contract::VERSION;
 
 /// No head of a record is larger: 125 bytes, the tag of the key, the operation, and the last resolution with its actor and its
@@ -16,6 +21,48 @@ pub(crate) struct Head<'a> {
     pub(crate) resolution: Option<ResolutionPart<'a>>,
     /// The bytes after the head: the steps and the response.
     pub(crate) rest: &'a [u8],
+}
+
+/// The bytes of a record before its operation, at most: with the longest state, `in-progress`, and a tag of the key.
+pub(crate) const MAX_BEFORE_OPERATION: usize = 131;
+
+/// Reads a record without its steps, from the first bytes of it. Without all bytes of its operation, the operation is empty.
+/// `response` takes the place of a response, which is at the end.
+pub(crate) fn record_without_content(head: &[u8], response: &StoredResponse) -> Option<Record> {
+    let mut bytes = Reader(head);
+    if bytes.array::<1>()? != [VERSION] {
+        return None;
+    }
+    let _response_bytes: [u8; 4] = bytes.array()?;
+    let state = bytes.sized::<1>()?;
+    let (by_operator, after_abandoned) = (bytes.flag()?, bytes.flag()?);
+    let (changed_at, expires_at, lease_until) = (bytes.time()?, bytes.time()?, bytes.time()?);
+    let attempt = AttemptId::new(u128::from_be_bytes(bytes.array()?));
+    let token = FencingToken::new(u64::from_be_bytes(bytes.array()?));
+    let attempts = u32::from_be_bytes(bytes.array()?);
+    let created_at = bytes.time()?;
+    let [fingerprint_version] = bytes.array()?;
+    let fingerprint = Fingerprint::from_parts(fingerprint_version, bytes.array()?)?;
+    let caller = CallerTag::from_bytes(bytes.array()?);
+    let key = match bytes.sized::<1>()? {
+        [] => None,
+        tag => Some(KeyTag::from_bytes(tag.try_into().ok()?)),
+    };
+    let operation = bytes.sized::<2>().unwrap_or_default();
+    let state = match state {
+        b"in-progress" => State::InProgress { attempt, lease_until, after_abandoned },
+        b"unknown" => State::Unknown,
+        b"completed" => State::Completed(RecordedResponse::Replayable(response.clone())),
+        b"awaited" => State::Completed(RecordedResponse::Awaited),
+        b"tombstone" => State::Completed(RecordedResponse::Tombstone),
+        b"released" => State::Released,
+        _ => return None,
+    };
+    let label = Label::new(caller, &String::from_utf8_lossy(operation)).with_key(key);
+    let mut record = Record::new(fingerprint, token, state, label, created_at);
+    (record.attempts, record.by_operator) = (attempts, by_operator);
+    (record.changed_at, record.expires_at) = (changed_at, expires_at);
+    Some(record)
 }
 
 /// The last resolution of an operator.
@@ -84,6 +131,18 @@ impl<'a> Reader<'a> {
         let (array, rest) = self.0.split_first_chunk::<N>()?;
         self.0 = rest;
         Some(*array)
+    }
+
+    fn flag(&mut self) -> Option<bool> {
+        match self.array()? {
+            [0] => Some(false),
+            [1] => Some(true),
+            _ => None,
+        }
+    }
+
+    fn time(&mut self) -> Option<Timestamp> {
+        Some(Timestamp::from_millis(u64::from_be_bytes(self.array()?)))
     }
 
     /// Bytes after their size, which has this many bytes.

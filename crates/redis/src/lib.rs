@@ -24,7 +24,8 @@
 //! | server | durability | fencing |
 //! |---|---|---|
 //! | one server, `appendonly yes`, `appendfsync always`, no replica | [`Synced`] | [`Monotonic`] |
-//! | any other: less persistence, replicas, Sentinel, Cluster, or unknown | [`Buffered`] | [`Equality`] |
+//! | `appendonly yes`: flushed later, replicas, Sentinel, Cluster, eviction, or unknown | [`Buffered`] | [`Equality`] |
+//! | `appendonly no` or unknown, or a default user that may not write | [`Unlogged`] | [`Equality`] |
 //!
 //! A record that Redis lost is absent: its key executes again. The earlier owner is fenced, because tokens start from the
 //! server's clock and not from one. A server that evicts keys is refused, because an evicted record executes again
@@ -42,10 +43,12 @@
 //!
 //! # Costs
 //!
-//! One round trip for each command. All commands share one connection and are sent as they come.
+//! One round trip for each command. All commands share one connection and are sent as they come. A survey reads the beginnings of
+//! 250 records with each round trip.
 //!
 //! [`Synced`]: oncegate_core::Durability::Synced
 //! [`Buffered`]: oncegate_core::Durability::Buffered
+//! [`Unlogged`]: oncegate_core::Durability::Unlogged
 //! [`Monotonic`]: oncegate_core::Fencing::Monotonic
 //! [`Equality`]: oncegate_core::Fencing::Equality
 //! [`Unavailable`]: oncegate_core::StoreErrorKind::Unavailable
@@ -67,6 +70,7 @@ mod reply;
 mod rights;
 mod slots;
 mod store;
+mod survey;
 mod watch;
 
 #[cfg(test)]

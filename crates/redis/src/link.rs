@@ -4,7 +4,7 @@ use std::fs;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{ErrorChain, limits};
+use oncegate_core::{Durability, ErrorChain, limits};
 use redis::aio::MultiplexedConnection;
 use redis::cluster::ClusterClient;
 use redis::cluster_async::ClusterConnection;
@@ -46,6 +46,8 @@ pub(crate) struct Link {
 struct State {
     connection: Option<Connection>,
     server: Server,
+    /// The most durable state of the server since the store was opened.
+    best: Option<Durability>,
     /// The reason why no new key may be claimed, if the server's configuration would lose it.
     unfit: Option<String>,
     number: u64,
@@ -77,7 +79,8 @@ impl Link {
         let found = connect_within(&options).await?;
         found.fit?;
         let connection = Some(Connection { number: 0, wire: found.wire });
-        let state = State { connection, server: found.server, ..State::default() };
+        let best = Some(found.server.durability());
+        let state = State { connection, server: found.server, best, ..State::default() };
         let link = Arc::new(Self {
             options,
             runtime,
@@ -121,6 +124,7 @@ impl Link {
     fn note(&self, server: Server, fit: &Result<(), RedisOpenError>) {
         let unfit = fit.as_ref().err().map(ToString::to_string);
         let mut state = self.state();
+        state.best = state.best.max(Some(server.durability()));
         let before = std::mem::replace(&mut state.server, server.clone()).findings();
         let was_unfit = std::mem::replace(&mut state.unfit, unfit.clone());
         drop(state);
@@ -158,6 +162,12 @@ impl Link {
     /// The server as it was last inspected.
     pub(crate) fn server(&self) -> Server {
         self.state().server.clone()
+    }
+
+    /// The most durable state since the store was opened and the present one, if that is weaker.
+    pub(crate) fn weakened(&self) -> Option<(Durability, Durability)> {
+        let state = self.state();
+        state.best.map(|best| (best, state.server.durability())).filter(|(best, now)| now < best)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::stream::{self, StreamExt as _};
 use oncegate_core::{Extent, ListPage, ListQuery, RecordId, StoreError, StoreErrorKind};
 use redis::{Value, cmd};
 
@@ -20,6 +21,17 @@ use crate::store::StoreInner;
 /// The most keys that one page looks at.
 const MAX_KEYS: usize = 10_000;
 
+/// The records that are read at the same time, in one pipeline, so that a page does not wait for each reply. Their responses may
+/// be in memory in addition to those of the page.
+const READS_AT_ONCE: usize = 8;
+
+/// The most records that are read before their sizes are looked at.
+const GROUP: usize = 16;
+
+/// The size of a response, in bytes, from which the next record is read alone: the replies to requests wait on the same
+/// connection behind those that are under way.
+const LARGE: usize = 64 * 1024;
+
 /// The largest sum of the responses in a page, except for the last one.
 const MAX_BYTES: usize = 16 * 1024 * 1024;
 
@@ -27,15 +39,15 @@ const MAX_BYTES: usize = 16 * 1024 * 1024;
 const MAX_TIME: Duration = Duration::from_secs(2);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Cursor {
-    node: u16,
+pub(crate) struct Cursor {
+    pub(crate) node: u16,
     /// The cursor of the server.
-    scan: u64,
-    shown: Option<[u8; 21]>,
+    pub(crate) scan: u64,
+    pub(crate) shown: Option<[u8; 21]>,
 }
 
 impl Cursor {
-    fn read(after: Option<RecordId>) -> Self {
+    pub(crate) fn read(after: Option<RecordId>) -> Self {
         let Some(after) = after else { return Self::default() };
         let id = after.as_bytes();
         let node = id.first_chunk().map_or(0, |node| u16::from_be_bytes(*node));
@@ -46,7 +58,7 @@ impl Cursor {
         Self { node, scan: scan.reverse_bits(), shown }
     }
 
-    fn write(self) -> RecordId {
+    pub(crate) fn write(self) -> RecordId {
         let mut bytes = [0; 32];
         let parts = self.node.to_be_bytes().into_iter().chain(self.scan.reverse_bits().to_be_bytes());
         let parts = parts.chain([u8::from(self.shown.is_some())]).chain(self.shown.unwrap_or_default());
@@ -69,29 +81,43 @@ pub(crate) async fn list(shared: &StoreInner, query: &ListQuery) -> Result<ListP
     let started = Instant::now();
     let limit = query.bounded_limit();
     let (mut page, mut size, mut looked_at) = (ListPage::default(), 0, 0);
+    // The first one is read alone, because its size is not known. So is the one after a large one.
+    let mut group_size = 1;
     let mut cursor = Cursor::read(query.after);
     while let Some(node) = nodes.get(usize::from(cursor.node)) {
         let (next, ids) = scan(link, &connection, node, cursor.scan, limit.clamp(10, 1000)).await?;
-        for id in &ids {
-            if cursor.is_past(id) {
-                continue;
-            }
-            looked_at += 1;
-            match shared.listed(*id, query).await {
-                Ok(None) => {}
-                Ok(Some(record)) => {
-                    size += size_of(&record);
-                    page.records.push((*id, record));
+        let selected = ids.iter().copied().filter(|id| !cursor.is_past(id));
+        let selected: Vec<_> = selected.collect();
+        let mut left = &selected[..];
+        while !left.is_empty() {
+            let (group, later) = left.split_at(left.len().min(group_size));
+            left = later;
+            let mut largest = 0;
+            let group = group.iter().copied();
+            let group = group.map(|id| async move { (id, shared.listed(id, query).await) });
+            let mut reads = stream::iter(group).buffered(READS_AT_ONCE);
+            while let Some((id, found)) = reads.next().await {
+                looked_at += 1;
+                match found {
+                    Ok(None) => {}
+                    Ok(Some(record)) => {
+                        let of_record = size_of(&record);
+                        (size, largest) = (size + of_record, largest.max(of_record));
+                        page.records.push((id, record));
+                    }
+                    Err(error) if error.kind() == StoreErrorKind::Corrupt => page.unreadable.push(id),
+                    Err(error) => return Err(error),
                 }
-                Err(error) if error.kind() == StoreErrorKind::Corrupt => page.unreadable.push(*id),
-                Err(error) => return Err(error),
+                let full = page.records.len() + page.unreadable.len() >= limit
+                    || size >= MAX_BYTES
+                    || started.elapsed() >= MAX_TIME;
+                if full && ids.last() != Some(&id) {
+                    let shown = id.as_bytes().first_chunk().copied();
+                    page.next = Some(Cursor { shown, ..cursor }.write());
+                    return Ok(page);
+                }
             }
-            let full = page.records.len() + page.unreadable.len() >= limit || size >= MAX_BYTES;
-            if full && ids.last() != Some(id) {
-                let shown = id.as_bytes().first_chunk().copied();
-                page.next = Some(Cursor { shown, ..cursor }.write());
-                return Ok(page);
-            }
+            group_size = if largest < LARGE { (group_size * 2).min(GROUP) } else { 1 };
         }
         cursor = match next {
             0 => Cursor { node: cursor.node.saturating_add(1), scan: 0, shown: None },
@@ -118,7 +144,7 @@ fn size_of(record: &oncegate_core::Record) -> usize {
 }
 
 /// The primaries, in an order that stays the same as long as they do. Without a Cluster, one without a name.
-async fn nodes(link: &Link, connection: &Connection) -> Result<Vec<(String, u16)>, StoreError> {
+pub(crate) async fn nodes(link: &Link, connection: &Connection) -> Result<Vec<(String, u16)>, StoreError> {
     if !connection.is_cluster() {
         return Ok(vec![(String::new(), 0)]);
     }

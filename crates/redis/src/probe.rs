@@ -332,6 +332,20 @@ impl Server {
             && self.policy.is_some()
     }
 
+    /// Returns true if what the server wrote is there again after a restart, but for the last of it. What could not be read
+    /// counts as missing, as in the findings.
+    fn is_logged(&self) -> bool {
+        self.aof == Some(true) && self.default_writes != Some(false)
+    }
+
+    pub(crate) fn durability(&self) -> Durability {
+        match (self.is_synced(), self.is_logged()) {
+            (true, _) => Durability::Synced,
+            (false, true) => Durability::Buffered,
+            (false, false) => Durability::Unlogged,
+        }
+    }
+
     /// The reason why no request with a new key can be executed now, if it is known.
     pub(crate) fn stopped(&self) -> Option<String> {
         let refused = &self.refused.of_requests;
@@ -352,11 +366,8 @@ impl Server {
 
     /// The promises of the store on this server.
     pub(crate) fn capabilities(&self) -> Capabilities {
-        if self.is_synced() {
-            Capabilities::new("redis", Durability::Synced, Fencing::Monotonic)
-        } else {
-            Capabilities::new("redis", Durability::Buffered, Fencing::Equality)
-        }
+        let fencing = if self.is_synced() { Fencing::Monotonic } else { Fencing::Equality };
+        Capabilities::new("redis", self.durability(), fencing)
     }
 
     /// The findings, as sentences.
@@ -480,11 +491,9 @@ mod tests {
         };
         assert_eq!(promise(&server()), (Durability::Synced, Fencing::Monotonic));
         assert!(server().findings().iter().all(|finding| finding.severity == Severity::Fine));
-        let weaker = [
+        let buffered = [
             Server { policy: None, ..server() },
             Server { evicts: true, ..server() },
-            Server { aof: Some(false), ..server() },
-            Server { aof: None, ..server() },
             Server { fsync: Some("everysec".to_owned()), ..server() },
             Server { fsync: Some("no".to_owned()), ..server() },
             Server { fsync: None, ..server() },
@@ -492,11 +501,17 @@ mod tests {
             Server { replicas: Some(1), ..server() },
             Server { replicas: None, ..server() },
             Server { fails_over: true, ..server() },
-            Server { default_writes: Some(false), ..server() },
             Server { default_writes: None, ..server() },
         ];
-        for server in weaker {
-            assert_eq!(promise(&server), (Durability::Buffered, Fencing::Equality), "{server:?}");
+        let unlogged = [
+            Server { aof: Some(false), ..server() },
+            Server { aof: None, ..server() },
+            Server { default_writes: Some(false), ..server() },
+        ];
+        let buffered = buffered.into_iter().map(|server| (server, Durability::Buffered));
+        let unlogged = unlogged.into_iter().map(|server| (server, Durability::Unlogged));
+        for (server, durability) in buffered.chain(unlogged) {
+            assert_eq!(promise(&server), (durability, Fencing::Equality), "{server:?}");
             let warnings = server.findings().iter().filter(|f| f.severity == Severity::Warning).count();
             assert_eq!(warnings, 1, "{server:?}");
         }

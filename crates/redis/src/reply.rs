@@ -48,6 +48,11 @@ impl Reply {
         }
     }
 
+    /// The values after the time.
+    pub(crate) fn values(self) -> Vec<Value> {
+        self.rest.collect()
+    }
+
     /// The outcome of a command. A response that cannot be read is a record that cannot be read.
     pub(crate) fn outcome(mut self) -> Result<Outcome, StoreError> {
         if self.word == "replay" {

@@ -8,9 +8,10 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use oncegate_core::{
-    AuditEntry, Capabilities, ChangeListener, Claim, Command, Complete, Completion, Extent, ListPage,
-    ListQuery, OnAbandoned, Outcome, Record, RecordId, RecordStep, Resolution, Resolve, Rewrite, ServerClock,
-    Store, StoreError, StoreFuture, Timestamp, Write, decide, limits, listen,
+    Advisory, AuditEntry, Capabilities, ChangeListener, Claim, Command, Complete, Completion, Durability,
+    Extent, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, RecordStep, Resolution, Resolve,
+    Rewrite, ServerClock, Store, StoreError, StoreFuture, Survey, SurveyQuery, Timestamp, Write, decide,
+    limits, listen,
 };
 use pin_project_lite::pin_project;
 use redis::{Cmd, Value, cmd};
@@ -25,6 +26,8 @@ use crate::options::RedisOptions;
 use crate::probe::Finding;
 use crate::replicas::Replicas;
 use crate::reply::{Reply, audit_entry, unexpected_reply};
+use crate::slots::Node;
+use crate::survey;
 use crate::watch::{Listener, MAX_WATCHERS};
 
 /// The store on Redis or Valkey. See the [crate's documentation](crate).
@@ -36,6 +39,7 @@ pub struct RedisStore {
 pub(crate) struct StoreInner {
     pub(crate) link: Arc<Link>,
     scripts: Scripts,
+    pub(crate) survey_script: Script,
     replicas: Replicas,
     clock: ServerClock,
     #[cfg(test)]
@@ -72,6 +76,7 @@ impl RedisStore {
         }
         let shared = StoreInner {
             link,
+            survey_script: survey::script(),
             scripts,
             replicas,
             clock: ServerClock::new(now),
@@ -121,23 +126,45 @@ impl StoreInner {
         keys: &[&str],
         arguments: &[&[u8]],
     ) -> Result<Reply, Failure> {
-        let command = |name: &str, script: &str| {
-            let mut command = cmd(name);
-            command.arg(script).arg(keys.len());
-            for key in keys {
-                command.arg(*key);
-            }
-            for argument in arguments {
-                command.arg(*argument);
-            }
-            self.end(&mut command);
-            command
-        };
+        let command = |name, script| self.script_call(name, script, keys, arguments);
         let mut result = self.link.send_on(connection, &command("EVALSHA", script.sha1())).await;
         if matches!(&result, Err(failure) if failure.is("NOSCRIPT")) {
             result = self.link.send_on(connection, &command("EVAL", script.code())).await;
         }
-        let reply = Reply::read(result?).ok_or(Failure::UnexpectedReply)?;
+        self.reply(result?)
+    }
+
+    /// The same on one node, for a script without declared keys.
+    pub(crate) async fn call_node(
+        &self,
+        connection: &Connection,
+        node: &Node,
+        script: &Script,
+        arguments: &[&[u8]],
+    ) -> Result<Reply, Failure> {
+        let command = |name, script| self.script_call(name, script, &[], arguments);
+        let mut result = self.link.send_to(connection, node, command("EVALSHA", script.sha1())).await;
+        if matches!(&result, Err(failure) if failure.is("NOSCRIPT")) {
+            result = self.link.send_to(connection, node, command("EVAL", script.code())).await;
+        }
+        self.reply(result?)
+    }
+
+    fn script_call(&self, name: &str, script: &str, keys: &[&str], arguments: &[&[u8]]) -> Cmd {
+        let mut command = cmd(name);
+        command.arg(script).arg(keys.len());
+        for key in keys {
+            command.arg(*key);
+        }
+        for argument in arguments {
+            command.arg(*argument);
+        }
+        self.end(&mut command);
+        command
+    }
+
+    fn reply(&self, value: Value) -> Result<Reply, Failure> {
+        let reply = Reply::read(value).ok_or(Failure::UnexpectedReply)?;
         self.clock.saw(reply.now);
         Ok(reply)
     }
@@ -362,6 +389,17 @@ impl StoreInner {
         }
     }
 
+    /// A record without its response, and the time of the server.
+    pub(crate) async fn head(
+        &self,
+        connection: &Connection,
+        id: RecordId,
+    ) -> Result<(Option<Record>, Timestamp), StoreError> {
+        let reply = self.call(connection, &self.scripts.lookup, &[&record_key(&id)], &[b"head"]).await?;
+        let now = reply.now;
+        Ok((reply.record()?.map(|found| found.record), now))
+    }
+
     async fn lookup_now(
         &self,
         connection: &Connection,
@@ -372,9 +410,14 @@ impl StoreInner {
         Ok((reply.record()?.map(|found| found.record), now))
     }
 
-    /// Returns the record if it matches the query of a listing. Its response is read only then.
+    /// Returns the record if it matches the query of a listing. Its response is read only then, except if every record matches:
+    /// then two calls would read the same as one.
     pub(crate) async fn listed(&self, id: RecordId, query: &ListQuery) -> Result<Option<Record>, StoreError> {
         let connection = self.link.connection().await?;
+        if is_unfiltered(query) {
+            let (record, now) = self.lookup_now(&connection, id).await?;
+            return Ok(record.filter(|record| query.matches(record, now)));
+        }
         let key = record_key(&id);
         let reply = self.call(&connection, &self.scripts.lookup, &[&key], &[b"head"]).await?;
         let now = reply.now;
@@ -433,6 +476,13 @@ impl StoreInner {
     }
 }
 
+/// Returns true if every record matches that has not expired.
+fn is_unfiltered(query: &ListQuery) -> bool {
+    let mut all = ListQuery::default();
+    (all.after, all.limit) = (query.after, query.limit);
+    *query == all
+}
+
 impl Store for RedisStore {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         self.run(async move { self.shared.apply(id, &command).await })
@@ -449,6 +499,11 @@ impl Store for RedisStore {
     /// meanwhile, and one that is created or removed meanwhile may be missing.
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
         self.run(async move { list::list(&self.shared, &query).await })
+    }
+
+    /// Reads the records as [`list`](Store::list) walks, and only their beginnings. `None` if the server refuses the script.
+    fn survey(&self, query: SurveyQuery) -> StoreFuture<'_, Option<Survey>> {
+        self.run(async move { survey::survey(&self.shared, query).await })
     }
 
     /// Does nothing: the server itself removes a record ten minutes after its retention.
@@ -475,6 +530,26 @@ impl Store for RedisStore {
         self.shared.now()
     }
 
+    /// `less-durable` while the server keeps less than it did since this store was opened.
+    fn advisories(&self) -> Vec<Advisory> {
+        let Some((best, now)) = self.shared.link.weakened() else { return Vec::new() };
+        let loss = match now {
+            Durability::Unlogged => {
+                "each stop of it now loses what came after its last snapshot, or everything, and those keys execute again"
+            }
+            _ => {
+                "a crash of its machine or a failover now may lose the last records, and their keys execute again"
+            }
+        };
+        let (best, now) = (level(best), level(now));
+        vec![Advisory::new(
+            "less-durable",
+            format!(
+                "the server of the store keeps less than it did ({now}, and {best} before): {loss}. The log and `oncegate check` name the setting"
+            ),
+        )]
+    }
+
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.shared.link.server().capabilities();
         capabilities.lists_in_order = false;
@@ -486,6 +561,11 @@ impl fmt::Debug for RedisStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisStore").field("options", self.shared.link.options()).finish_non_exhaustive()
     }
+}
+
+/// The name of a durability, as in metrics.
+fn level(durability: Durability) -> String {
+    format!("{durability:?}").to_ascii_lowercase()
 }
 
 fn text(number: impl fmt::Display) -> String {

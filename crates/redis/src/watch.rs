@@ -3,6 +3,7 @@
 //! There is one connection for all waiting callers, on a Cluster one to each node, and only while a caller waits.
 
 use std::collections::HashSet;
+use std::mem::take;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,18 +52,22 @@ impl ChangeSource for Listener {
         let wire = self.link.listening(pushes).await?;
         let mut subscriptions =
             Subscriptions { wire, timeout: self.link.options().timeout, watched: HashSet::new() };
-        subscriptions.follow(watchers.watched().into_iter().map(|id| (id, true)).collect()).await?;
-        *is_connected = true;
-        if was_lost {
-            info!("Redis sends notifications from other processes again");
-            watchers.notify_all();
-        }
+        let mut changes = watchers.watched().into_iter().map(|id| (id, true)).collect();
         let mut checks = interval_at(Instant::now() + CHECK_EVERY, CHECK_EVERY);
         loop {
+            subscriptions.follow(take(&mut changes)).await?;
+            // If the callers have gone already, it is not known whether the server accepts a subscription.
+            if !*is_connected && !subscriptions.watched.is_empty() {
+                *is_connected = true;
+                if was_lost {
+                    info!("Redis sends notifications from other processes again");
+                    watchers.notify_all();
+                }
+            }
             tokio::select! {
                 () = lost.notified() => return Err(Failure::Lost("the connection for notifications was lost")),
-                changes = watchers.changes() => match changes {
-                    Some(changes) => subscriptions.follow(changes).await?,
+                changed = watchers.changes() => match changed {
+                    Some(changed) => changes = changed,
                     None => return Ok(SessionEnd::Closed),
                 },
                 _ = checks.tick() => {

@@ -167,7 +167,7 @@ impl DeadLetterPlace<'_> {
 }
 
 /// Appends bytes after their length.
-fn put(to: &mut Vec<u8>, bytes: &[u8]) -> Result<(), SealError> {
+pub(crate) fn put(to: &mut Vec<u8>, bytes: &[u8]) -> Result<(), SealError> {
     let len = u32::try_from(bytes.len()).map_err(|_| SealError::TooLong)?;
     to.extend_from_slice(&len.to_be_bytes());
     to.extend_from_slice(bytes);

@@ -35,6 +35,8 @@ pub enum Part {
     DeadLetter,
     /// The error of a dead letter.
     DeadLetterError,
+    /// An event that a stream buffers.
+    StreamEvent,
 }
 
 impl Part {
@@ -46,6 +48,7 @@ impl Part {
             Self::Intent => 4,
             Self::DeadLetter => 5,
             Self::DeadLetterError => 6,
+            Self::StreamEvent => 7,
         }
     }
 
@@ -57,6 +60,7 @@ impl Part {
             Self::Intent,
             Self::DeadLetter,
             Self::DeadLetterError,
+            Self::StreamEvent,
         ];
         all.into_iter().find(|part| part.number() == number)
     }
@@ -130,8 +134,8 @@ pub enum SealError {
     /// The sealed form of the step is too large to be stored.
     #[error("the sealed step is too large")]
     Step(#[source] StepLimitError),
-    /// A part of a dead letter is too long.
-    #[error("a part of the dead letter is too long to be sealed")]
+    /// A part of a dead letter, or the name of a stream, is too long.
+    #[error("a part of the dead letter or the name of the stream is too long to be sealed")]
     TooLong,
 }
 
@@ -167,7 +171,7 @@ pub(crate) enum Name<'a> {
     Step(usize, &'a str),
     /// The name of a file.
     File(&'a str),
-    /// The parts in clear of a dead letter.
+    /// The parts in clear of a dead letter, or the place of an event.
     Bytes(&'a [u8]),
 }
 
@@ -383,6 +387,34 @@ pub fn seal_intent(file: &str, intent: &[u8], keys: &Keyring) -> Result<Option<V
 /// for this file.
 pub fn open_intent(file: &str, sealed: &[u8], keys: &Keyring) -> Result<Bytes, SealError> {
     Envelope::read(sealed)?.ok_or(SealError::Broken)?.open(&Place::intent(file), keys)
+}
+
+/// Seals the response that the owner of a record gives, for a program that completes the record itself: by the functions of
+/// the contract, in a transaction of its own. A [`SealedStore`](crate::SealedStore) opens it. If the keys seal nothing, returns
+/// the response as it is.
+///
+/// # Errors
+/// [`SealError::Response`] if the sealed form is too large to be stored.
+pub fn seal_owners_response(
+    record: RecordId,
+    token: FencingToken,
+    response: &StoredResponse,
+    keys: &Keyring,
+) -> Result<StoredResponse, SealError> {
+    seal_response(&Place::owner(record, token), response, keys)
+}
+
+/// Opens the response that a claim of this record returned. A response in clear is returned as it is.
+///
+/// # Errors
+/// [`SealError::KeyMissing`], [`SealError::UnknownVersion`], [`SealError::Broken`] if these bytes are not what was sealed for
+/// this record, or [`SealError::NotSealed`] if the keys ask for sealed responses only.
+pub fn open_claimed_response(
+    record: RecordId,
+    response: StoredResponse,
+    keys: &Keyring,
+) -> Result<StoredResponse, SealError> {
+    open_response(record, Writer::NotKnown, response, keys)
 }
 
 #[cfg(test)]

@@ -24,6 +24,12 @@ pub(crate) const TAG_BYTES: usize = 16;
 pub struct SealKeyId(pub(crate) [u8; 8]);
 
 impl SealKeyId {
+    /// The id with these bytes, which a sealed form has. It is not authentic.
+    #[must_use]
+    pub const fn from_bytes(bytes: [u8; 8]) -> Self {
+        Self(bytes)
+    }
+
     /// The bytes, as in sealed forms.
     #[must_use]
     pub const fn as_bytes(&self) -> &[u8; 8] {

@@ -70,7 +70,10 @@ impl Store for KeylessStore {
         advisories
     }
 
-    delegate_store!(self, self.store => lookup list purge audit check changed usage clock_skew accept_clock now capabilities);
+    delegate_store!(
+        self, self.store => lookup list survey purge audit check
+            changed open_transactions usage clock_skew accept_clock now capabilities
+    );
 }
 
 impl fmt::Debug for KeylessStore {

@@ -100,6 +100,12 @@ impl Keyring {
         self.opens_only
     }
 
+    /// Returns true if a key seals: there is one, and the keys do not only open.
+    #[must_use]
+    pub fn seals(&self) -> bool {
+        self.sealing().is_some()
+    }
+
     /// The ids of the keys in their order. The first key seals, unless the keys only open.
     pub fn ids(&self) -> impl Iterator<Item = SealKeyId> {
         self.keys.iter().map(SealKey::id)

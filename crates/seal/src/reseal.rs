@@ -36,9 +36,9 @@ pub enum ResealOutcome {
 /// The way in which [`SealedStore::reseal`] treats a record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ResealOptions {
-    /// Also seals what is in clear. Programs that read records by themselves, such as those that use `transact`, refuse a sealed
-    /// response. Without effect if unsealed content is refused ([`Keyring::with_required`]): a sealed form would make content
-    /// look genuine that this process would refuse.
+    /// Also seals what is in clear. Programs that read records by themselves, such as those that use `transact`, need the keys
+    /// before, because without them they refuse a sealed response. Without effect if unsealed content is refused
+    /// ([`Keyring::with_required`]): a sealed form would make content look genuine that this process would refuse.
     pub seals_clear: bool,
     /// Changes nothing, and returns what it would do.
     pub is_dry_run: bool,

@@ -301,7 +301,10 @@ impl Store for SealedStore {
         advisories
     }
 
-    delegate_store!(self, self.store => purge audit check changed usage clock_skew accept_clock now capabilities);
+    delegate_store!(
+        self, self.store => survey purge audit check changed
+            open_transactions usage clock_skew accept_clock now capabilities
+    );
 }
 
 impl fmt::Debug for SealedStore {

@@ -22,7 +22,7 @@ const u32 = (number) => { const bytes = Buffer.alloc(4); bytes.writeUInt32BE(num
 /** Bytes after their length. */
 const lp = (content) => Buffer.concat([u32(Buffer.byteLength(content)), Buffer.from(content)])
 
-function context({ part, record, token, number, name, consumer, topic, names }) {
+function context({ part, record, token, number, name, consumer, topic, names, stream, sequence }) {
   const parts = [Buffer.from(LABEL), Buffer.from([part]), record, u64(token)]
   if (part === 3) parts.push(u32(number), Buffer.from(name))
   // An entry of a client's journal: the name of its file.
@@ -30,6 +30,8 @@ function context({ part, record, token, number, name, consumer, topic, names }) 
   // A dead letter: its consumer and its topic, and for its content the names of its headers.
   if (part === 5 || part === 6) parts.push(lp(consumer), lp(topic))
   if (part === 5) parts.push(u32(names.length), ...names.map(lp))
+  // An event that a stream buffers: its consumer, its stream and its number.
+  if (part === 7) parts.push(lp(consumer), lp(stream), u64(sequence))
   return Buffer.concat(parts)
 }
 
@@ -89,4 +91,11 @@ for (const example of file.dead_letters) {
   assert.equal(`ogseal:${form.toString('hex')}`, example.sealed_error)
   assert.equal(open([key], { ...place, part: 6 }, form).toString(), example.error)
 }
-console.log(`${file.parts.length + file.intents.length + 2 * file.dead_letters.length} sealed forms agree`)
+for (const { consumer, stream, sequence, event, sealed } of file.stream_events) {
+  const place = { part: 7, record: Buffer.alloc(32), token: 0, consumer, stream, sequence }
+  const [plaintext, form] = [event, sealed].map((text) => Buffer.from(text, 'hex'))
+  assert.deepEqual(seal(key, place, plaintext), form)
+  assert.deepEqual(open([key], place, form), plaintext)
+  assert.throws(() => open([key], { ...place, sequence: '4' }, form))
+}
+console.log(`${file.parts.length + file.intents.length + 2 * file.dead_letters.length + file.stream_events.length} sealed forms agree`)

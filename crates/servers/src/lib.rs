@@ -19,7 +19,7 @@ mod sqs;
 
 pub use client::{ServiceResponse, send, until};
 pub use database::PostgresDatabase;
-pub use example::{express_orders, fastapi_orders, python};
+pub use example::{express_orders, fastapi_orders, go_library, node_library, python, python_library};
 pub use fault_proxy::{Fault, FaultProxy};
 pub use nats::NatsServer;
 pub use pgbouncer::PgBouncer;

@@ -21,8 +21,9 @@ impl ManualClock {
     /// Lets time pass.
     pub fn advance(&self, by: Duration) {
         let millis = by.as_nanos().div_ceil(1_000_000) as u64;
-        self.wall.fetch_add(millis, Ordering::SeqCst);
+        // In the order in which no other thread sees the time of day ahead: those who read both read the time of day first.
         self.elapsed.fetch_add(millis, Ordering::SeqCst);
+        self.wall.fetch_add(millis, Ordering::SeqCst);
     }
 
     /// Sets the time of day, ahead or back, without any time passing.

@@ -163,7 +163,9 @@ impl Faults {
         self.lock().calls.get(&operation).copied().unwrap_or(0)
     }
 
-    fn strike(&self, operation: Operation) -> Option<Fault> {
+    /// Counts a call of the operation, and returns the fault that it has: for a store of another process, whose calls pass here.
+    #[must_use]
+    pub fn strike(&self, operation: Operation) -> Option<Fault> {
         let mut state = self.lock();
         *state.calls.entry(operation).or_insert(0) += 1;
         let rule = state.rules.iter_mut().find(|rule| rule.operation == operation && rule.left != Some(0))?;
@@ -302,7 +304,7 @@ impl Store for FaultyStore {
         self.run(Operation::Check, |store| store.check())
     }
 
-    delegate_store!(self, self.inner => changed advisories usage clock_skew accept_clock now capabilities);
+    delegate_store!(self, self.inner => changed open_transactions advisories usage clock_skew accept_clock now capabilities);
 }
 
 /// A latch that opens once, for all present and later waiters. Clones share one latch.

@@ -2,6 +2,7 @@
 //!
 //! - [`conformance`]: random command sequences, run against a store and against [`decide`](oncegate_core::decide()) on a
 //!   plain map, and compared after each step. A failing sequence is made as short as possible.
+//! - [`surveys`]: surveys of records, compared with what a listing of all records gives.
 //! - [`ManualClock`]: a clock that moves only by hand. [`TokioClock`]: a clock that follows tokio's time.
 //! - [`until`]: waits for a condition.
 //! - [`record_id`], [`claim`], [`response`]: identifiers, claims and responses.
@@ -25,6 +26,7 @@ mod faulty;
 mod never_at_once;
 mod operators;
 mod records;
+pub mod surveys;
 mod wait;
 
 pub use clock::{ManualClock, TokioClock};

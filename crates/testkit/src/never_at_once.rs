@@ -18,7 +18,8 @@ impl NeverAtOnce {
 
 impl Store for NeverAtOnce {
     delegate_store!(
-        self, self.0 => apply lookup list purge audit check changed advisories usage clock_skew accept_clock now capabilities
+        self, self.0 => apply lookup list survey purge audit check
+            changed open_transactions advisories usage clock_skew accept_clock now capabilities
     );
 }
 

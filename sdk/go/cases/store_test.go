@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"database/sql"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -10,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -50,7 +52,11 @@ func newCase(t *testing.T, holds bool) *caseServer {
 			case <-r.Context().Done():
 			}
 		}
-		json.NewEncoder(w).Encode(scripted{201, [][2]string{{"content-type", "text/plain"}}, fmt.Sprintf("%x", fmt.Sprintf("execution %d", n))})
+		parts := json.NewEncoder(w)
+		body := fmt.Sprintf("%x", fmt.Sprintf("execution %d", n))
+		parts.Encode(part{Status: 201, Fields: [][2]string{{"content-type", "text/plain"}}})
+		parts.Encode(part{Data: &body})
+		parts.Encode(part{End: true})
 	}))
 	t.Cleanup(func() { c.CloseClientConnections(); c.Close() })
 	return c
@@ -421,6 +427,71 @@ func TestClaimWhoseReplyIsLost(t *testing.T) {
 	}
 }
 
+// Connections that go silent without an end, as behind a firewall or a pooler that was replaced, must not use up the pool.
+func TestConnectionsThatGoSilent(t *testing.T) {
+	address, err := url.Parse(postgresURL)
+	must(err)
+	for _, parameters := range []string{"", "&binary_parameters=yes"} {
+		var silent atomic.Bool
+		listener, err := net.Listen("tcp", "127.0.0.1:0")
+		must(err)
+		defer listener.Close()
+		go func() {
+			for {
+				client, err := listener.Accept()
+				if err != nil {
+					return
+				}
+				server, err := net.Dial("tcp", address.Host)
+				must(err)
+				isNew := silent.Load()
+				pass := func(to, from net.Conn) {
+					buffer := make([]byte, 64<<10)
+					for {
+						n, err := from.Read(buffer)
+						if err != nil {
+							to.Close()
+							return
+						}
+						if isNew || !silent.Load() {
+							to.Write(buffer[:n])
+						}
+					}
+				}
+				go pass(client, server)
+				go pass(server, client)
+			}
+		}()
+		through := *address
+		through.Host = listener.Addr().String()
+		db, err := sql.Open("postgres", through.String()+parameters)
+		must(err)
+		defer db.Close()
+		db.SetMaxOpenConns(3)
+		db.SetMaxIdleConns(3)
+		engine, err := oncegate.NewEngine(oncegate.NewPostgresStore(db), oncegate.EngineOptions{Service: "go-tests", StoreTimeout: 500 * time.Millisecond, Logger: &lines{}})
+		must(err)
+		f := oncegate.Function[int, int]{Engine: engine, Name: "silent", Wait: -1}
+		call := func() error {
+			_, err := f.Do(background(t), newKey(), 1, func(context.Context, *oncegate.Attempt) (int, error) { return 1, nil })
+			return err
+		}
+		var group sync.WaitGroup
+		for i := 0; i < 6; i++ {
+			group.Add(1)
+			go func() { defer group.Done(); call() }()
+		}
+		group.Wait()
+		must(call())
+		silent.Store(true)
+		if call() == nil {
+			t.Fatal("the connections are not silent")
+		}
+		waitFor("new connections", func() bool { return call() == nil })
+		waitFor("the end of the silent ones", func() bool { return db.Stats().InUse == 0 })
+	}
+}
+
 type charge struct{ Cents int }
 
 func TestTransaction(t *testing.T) {
@@ -448,6 +519,14 @@ func TestTransaction(t *testing.T) {
 	rows := func(key string) (n int) {
 		must(db.QueryRow("SELECT count(*) FROM payments WHERE key = $1", key).Scan(&n))
 		return n
+	}
+	// Two services without a name would share their keys.
+	_, err := oncegate.Transaction(ctx, db, oncegate.Operation{Name: "POST /payments", Key: newKey()}, func(context.Context) (charge, error) {
+		t.Error("executed without the name of a service")
+		return charge{}, nil
+	})
+	if err == nil || !strings.Contains(err.Error(), "set Operation.Service") {
+		t.Error(err)
 	}
 	key := newKey()
 	if _, err := pay(key, 5, false); err != nil || rows(key) != 0 {
@@ -480,6 +559,173 @@ func TestTransaction(t *testing.T) {
 		t.Fatal(err)
 	}
 	must(open.Commit())
+}
+
+// embeddedPool is a pool of another package, such as sqlx.DB.
+type embeddedPool struct{ *sql.DB }
+
+func TestTransactionNeedsATransaction(t *testing.T) {
+	ctx, db := background(t), database(t)
+	pay := func(tx oncegate.Querier, key string) error {
+		operation := oncegate.Operation{Service: "go-tests", Name: "POST /payments", Key: key, Input: charge{5}}
+		_, err := oncegate.Transaction(ctx, tx, operation, func(ctx context.Context) (charge, error) { return charge{5}, nil })
+		return err
+	}
+	conn, err := db.Conn(ctx)
+	must(err)
+	defer conn.Close()
+	for name, tx := range map[string]oncegate.Querier{"a pool": db, "a pool in a struct": embeddedPool{db}, "a connection without BEGIN": conn} {
+		if err := pay(tx, newKey()); err == nil || !strings.Contains(err.Error(), "pass the *sql.Tx") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	must2 := func(_ sql.Result, err error) { must(err) }
+	key := newKey()
+	must2(conn.ExecContext(ctx, "BEGIN"))
+	if err := pay(conn, key); err != nil {
+		t.Error(err)
+	}
+	must2(conn.ExecContext(ctx, "COMMIT"))
+	must2(conn.ExecContext(ctx, "BEGIN"))
+	if err := pay(conn, key); err != nil {
+		t.Error(err)
+	}
+	must2(conn.ExecContext(ctx, "ROLLBACK"))
+	// After a transaction, the connection has none again.
+	if err := pay(conn, newKey()); err == nil {
+		t.Error("a connection after ROLLBACK")
+	}
+	header := http.Header{"Oncegate-Record": {strings.Repeat("ab", 32)}, "Oncegate-Token": {"1"}}
+	attempt, err := oncegate.FromSidecar(header)
+	must(err)
+	if err := attempt.CompleteIn(ctx, db, nil); err == nil || !strings.Contains(err.Error(), "pass the *sql.Tx") {
+		t.Error(err)
+	}
+}
+
+const sealKey, otherSealKey = "ogseal1_d76b7626affc02af_", "ogseal1_b3ee885d8929c226_"
+
+func sealKeys(texts ...string) *oncegate.SealKeys {
+	keys, err := oncegate.ParseSealKeys(strings.Join(texts, "\n"))
+	must(err)
+	return keys
+}
+
+func TestSealedTransaction(t *testing.T) {
+	ctx := background(t)
+	db := database(t)
+	first, second := sealKey+strings.Repeat("01", 32), otherSealKey+strings.Repeat("02", 32)
+	runs := 0
+	pay := func(key string, sealing oncegate.Sealing, fails bool) (charge, error) {
+		tx, err := db.BeginTx(ctx, nil)
+		must(err)
+		defer tx.Rollback()
+		operation := oncegate.Operation{Service: "go-tests", CallerKind: "customer", Caller: "42", Name: "POST /sealed", Key: key, Sealing: sealing}
+		done, err := oncegate.Transaction(ctx, tx, operation, func(ctx context.Context) (charge, error) {
+			runs++
+			if _, err := tx.ExecContext(ctx, "INSERT INTO payments VALUES ($1, 5)", key); err != nil {
+				return charge{}, err
+			}
+			if fails {
+				return charge{}, errors.New("after the insert")
+			}
+			return charge{5}, nil
+		})
+		if err != nil {
+			return done, err
+		}
+		return done, tx.Commit()
+	}
+	rows := func(key string) (n int) {
+		must(db.QueryRow("SELECT count(*) FROM payments WHERE key = $1", key).Scan(&n))
+		return n
+	}
+	stored := func() (id, response []byte) {
+		must(db.QueryRow("SELECT id, response FROM oncegate.records WHERE operation = 'POST /sealed' ORDER BY created_at DESC, changed_at DESC LIMIT 1").Scan(&id, &response))
+		return id, response
+	}
+	refused := func(err error, kind oncegate.StoreErrorKind, text string) {
+		t.Helper()
+		var own *oncegate.StoreError
+		if !errors.As(err, &own) || own.Kind != kind || !strings.Contains(err.Error(), text) {
+			t.Error(err)
+		}
+	}
+	key, sealing := newKey(), oncegate.Sealing{Keys: sealKeys(first)}
+	if _, err := pay(key, sealing, true); err == nil || rows(key) != 0 {
+		t.Fatal(err, rows(key))
+	}
+	for i := 0; i < 2; i++ {
+		if done, err := pay(key, sealing, false); err != nil || done.Cents != 5 {
+			t.Fatal(done, err)
+		}
+	}
+	_, form := stored()
+	if strings.Contains(string(form), "Cents") || !strings.Contains(string(form), "ogseal") {
+		t.Errorf("it is stored in clear: %q", form)
+	}
+	if done, err := pay(key, oncegate.Sealing{Keys: sealKeys(second, first), Required: true}, false); err != nil || done.Cents != 5 {
+		t.Error(done, err)
+	}
+	_, err := pay(key, oncegate.Sealing{}, false)
+	refused(err, oncegate.ResponseSealed, "no seal keys")
+	_, err = pay(key, oncegate.Sealing{Keys: sealKeys(second)}, false)
+	refused(err, oncegate.ResponseSealed, "d76b7626affc02af")
+	if runs != 2 || rows(key) != 1 {
+		t.Error(runs, rows(key))
+	}
+	// What is in clear is replayed, unless it must be sealed; keys that only open seal nothing.
+	clear := newKey()
+	if _, err := pay(clear, oncegate.Sealing{Keys: sealKeys(first), OpensOnly: true}, false); err != nil {
+		t.Fatal(err)
+	}
+	id, response := stored()
+	if !strings.Contains(string(response), "Cents") {
+		t.Errorf("%q", response)
+	}
+	if done, err := pay(clear, sealing, false); err != nil || done.Cents != 5 {
+		t.Error(done, err)
+	}
+	_, err = pay(clear, oncegate.Sealing{Keys: sealKeys(first), Required: true}, false)
+	refused(err, oncegate.ResponseSealed, "not sealed")
+	// Moved to another record, it is refused.
+	_, err = db.Exec("UPDATE oncegate.records SET response = $1 WHERE id = $2", form, id)
+	must(err)
+	_, err = pay(clear, sealing, false)
+	refused(err, oncegate.RecordCorrupt, "cannot be read")
+	if runs != 3 || rows(clear) != 1 {
+		t.Error(runs, rows(clear))
+	}
+}
+
+// Behind a sidecar that seals, the service seals the response of the sidecar's attempt.
+func TestSealedSidecarAttempt(t *testing.T) {
+	ctx := background(t)
+	db := database(t)
+	keys := sealKeys(sealKey + strings.Repeat("01", 32))
+	store := oncegate.NewSealedStore(oncegate.NewPostgresStore(db), keys)
+	store.Required = true
+	id := oncegate.RecordID{0x5e, 0xa1}
+	claim := oncegate.Claim{Attempt: oncegate.AttemptID{1}, Lease: time.Minute, Retention: time.Hour, OnAbandoned: oncegate.Park}
+	reply, err := store.Claim(ctx, id, claim)
+	must(err)
+	header := http.Header{"Oncegate-Record": {id.String()}, "Oncegate-Token": {fmt.Sprint(reply.Token)}, "Oncegate-Attempt": {"1"}}
+	attempt, err := oncegate.FromSidecar(header)
+	must(err)
+	attempt.Sealing = oncegate.Sealing{Keys: keys}
+	tx, err := db.BeginTx(ctx, nil)
+	must(err)
+	must(attempt.CompleteIn(ctx, tx, &oncegate.StoredResponse{Status: 201, Body: []byte("the balance is 17")}))
+	must(tx.Commit())
+	var response []byte
+	must(db.QueryRow("SELECT response FROM oncegate.records WHERE id = $1", id[:]).Scan(&response))
+	if strings.Contains(string(response), "balance") {
+		t.Errorf("it is stored in clear: %q", response)
+	}
+	claim.Attempt = oncegate.AttemptID{2}
+	if reply, err := store.Claim(ctx, id, claim); err != nil || reply.Outcome != oncegate.Replay || !strings.Contains(string(reply.Response), "the balance is 17") {
+		t.Error(reply, err)
+	}
 }
 
 // The handler completes its record in its own transaction; the middleware adds the response.
@@ -558,7 +804,7 @@ func TestMiddlewareAndTransaction(t *testing.T) {
 		t.Fatalf("%+v %v", got, stale)
 	}
 	var n int
-	must(db.QueryRow("SELECT count(*) FROM payments WHERE key LIKE $1", "%-1").Scan(&n))
+	must(db.QueryRow("SELECT count(*) FROM payments WHERE length(key) = 66 AND key LIKE $1", "%-1").Scan(&n))
 	if n != 1 {
 		t.Fatalf("%d rows of first attempts; that of the overtaken one must be rolled back", n)
 	}

@@ -3,7 +3,7 @@
 
 export type RecordState = 'in-progress' | 'unknown' | 'completed' | 'awaited' | 'tombstone' | 'released';
 
-/** A record. Bytes that are only compared are hexadecimal digits. */
+/** A record. Bytes that are only compared are texts. */
 export interface MemoryRecord {
   fingerprint: string;
   token: number;

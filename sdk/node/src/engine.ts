@@ -1,7 +1,12 @@
 // Claims, leases and the ends of attempts on a store that may be slow, away, or lose its replies.
-import { randomBytes } from 'node:crypto';
+import { closeSync, openSync } from 'node:fs';
+import { devNull } from 'node:os';
+import { attemptId } from './bytes.js';
+import { Moment } from './clocks.js';
+import { IdGuard, MARK, type Ids } from './ids.js';
 import { CorruptRecordError } from './response.js';
 import {
+  ConnectionLostError,
   SealedError,
   type Claim,
   type ClaimReply,
@@ -9,6 +14,7 @@ import {
   type Grant,
   type OnAbandoned,
   type OwnerReply,
+  type RecordView,
   type Store,
   StoreFullError,
   StoreSetupError,
@@ -19,8 +25,22 @@ export class StoreUnavailableError extends Error {
   override readonly name = 'StoreUnavailableError';
 }
 
+/** This process executes under the record, or has done so and the store does not know it yet, or the store has refused the request. */
+export class NotFreeError extends StoreUnavailableError {}
+
 /** The command was not sent. */
-class NotAskedError extends StoreUnavailableError {}
+class NotAskedError extends StoreUnavailableError {
+  constructor(readonly wasReached: boolean) {
+    super('the store did not answer lately');
+  }
+}
+
+/** The client got no reply, because it waits until its server, which it has reached, takes commands. */
+class TurnedAwayError extends StoreUnavailableError {
+  constructor() {
+    super('the server was reached: it loads its data, has too many connections, or refuses the client');
+  }
+}
 
 export interface Policy {
   leaseMs: number;
@@ -46,20 +66,41 @@ export type ClaimResult =
 
 export interface EngineOptions {
   store: Store;
+  ids: Ids;
   /** The longest time for one command. 2 s by default. */
   storeTimeoutMs?: number;
   /** Gets warnings. They have no key, no credential and no body. */
   warn?: (message: string) => void;
 }
 
-/** The record that tells which id secret a store belongs to. */
-const MARK = Buffer.from('3a75297e597197ee0ce18fc37dbf727315937c8c01ac214d7c7bbc0a3c333cac', 'hex');
+/** The age of the last look for the mark from which a claim looks again first. */
+const LOOK_AGAIN_MS = 2000;
+/**
+ * The age of the last look from which nothing executes without another one. It is less than the 6 s for which a process with an id
+ * secret waits before it uses a new store.
+ */
+export const LOOK_COUNTS_MS = 4000;
+/** The shortest time from the beginning of a look that got no reply to that of the next one, while either counts. */
+const FAILED_LOOK_AGAIN_MS = 1000;
+/** The time for which a refusal is repeated without another look. */
+const REFUSED_FOR_MS = 1000;
+const DAY_MS = 86_400_000;
 
 const MAX_UNSETTLED = 65_536;
 const MAX_WAITERS = 1000;
 const MAX_DEFERRED_BYTES = 256 * 1024 * 1024;
 const MAX_STRIKES = 3;
+const MAX_PARTS = 1000;
 const RELEASED_LEASES = 4;
+/** The time for which a claim whose reply was lost is looked for, counted from when the store answers again. */
+const LOST_CLAIM_MS = 5 * 60_000;
+/** The most claims that are looked for longer while the store does not answer. */
+const MAX_SOUGHT_LONG = 8192;
+/** The most warnings that name a record, in this time. */
+const MAX_RECORD_WARNINGS = 1000;
+const RECORD_WARNINGS_MS = 10_000;
+
+type WarningKind = 'other' | 'outage' | 'claim' | 'full' | 'sealed' | 'scope' | 'sidecar' | 'response' | 'host';
 
 type End = { kind: 'complete'; state: CompletionState; response: Buffer | undefined } | { kind: 'release' };
 export type Settled = 'done' | 'fenced' | 'not-stored';
@@ -72,11 +113,48 @@ function pause(ms: number): Promise<void> {
 interface Unsettled {
   /** Tries once. True if it is settled now. */
   settle: () => Promise<boolean>;
+  /** True if this process has executed under the record. */
+  hasExecuted: boolean;
+  /** The error of the last try, if it had one. */
+  failure?: unknown;
+  /** True if the store has answered that another attempt has the record now. */
+  isElsewhere?: boolean;
 }
 
-interface Running {
-  since: number;
-  ended: Promise<void>;
+/** An attempt of this process. */
+class Running {
+  readonly since = performance.now();
+  private isEnded = false;
+  /** Few attempts have somebody who waits. */
+  private waiting: Set<() => void> | undefined;
+
+  /** Resolves when the attempt has ended, or after this time. */
+  endedWithin(ms: number): Promise<void> {
+    if (this.isEnded) return Promise.resolve();
+    const waiting = (this.waiting ??= new Set());
+    return new Promise((resolve) => {
+      const stop = (): void => {
+        clearTimeout(timer);
+        waiting.delete(stop);
+        resolve();
+      };
+      const timer = setTimeout(stop, ms);
+      waiting.add(stop);
+    });
+  }
+
+  end(): void {
+    this.isEnded = true;
+    for (const stop of this.waiting ?? []) stop();
+  }
+}
+
+/** The failures of a part of the store one after the other, and the time until which it is left alone. */
+interface Outage {
+  strikes: number;
+  openUntil: number;
+  /** True if the server was reached at the last failure. */
+  wasReached: boolean;
 }
 
 export class Engine {
@@ -84,69 +162,213 @@ export class Engine {
   private readonly storeTimeoutMs: number;
   private readonly warnings: (message: string) => void;
   private readonly running = new Map<string, Running>();
-  private readonly unsettled = new Map<string, Unsettled>();
-  private readonly work = new Set<Promise<void>>();
+  /** By record. Concurrent claims of a key may each lose their reply, and any of them may be the one that was granted. */
+  private readonly unsettled = new Map<string, Set<Unsettled>>();
+  private unsettledCount = 0;
+  /** Claims whose reply was lost, and which do not keep others from the record. */
+  private readonly lost = new Set<Unsettled>();
+  /** How many of them are of attempts that have executed. */
+  private lostExecuted = 0;
   private deferredBytes = 0;
   private waiters = 0;
-  private strikes = 0;
-  private openUntil = 0;
-  private checkedAt = -Infinity;
+  /** Calls of {@link claim} that have no result yet. Any of them may still begin an execution. */
+  private claims = 0;
+  private readonly outages = new Map<string, Outage>();
+  private readonly guard: IdGuard;
+  /** When the last look for the mark began that was a success, and the last one that got no reply. */
+  private lookedAt: Moment | undefined;
+  private lookFailedAt: Moment | undefined;
+  /** The last look that was a refusal. */
+  private refused: { begun: Moment; why: StoreSetupError } | undefined;
+  private isLooking = false;
+  private advisedAt: Moment | undefined;
   private isClosed = false;
-  private warnedAt = -Infinity;
+  /** When a warning of each kind was reported last. */
+  private readonly warnedAt = new Map<string, number>();
+  private recordWarnings = { since: -Infinity, reported: 0, leftOut: 0 };
 
   constructor(options: EngineOptions) {
     this.store = options.store;
+    this.guard = new IdGuard(options.ids);
     this.storeTimeoutMs = options.storeTimeoutMs ?? 2000;
-    this.warnings = options.warn ?? ((message) => { console.warn(`oncegate: ${message}`); });
+    this.store.useTimeout?.(this.storeTimeoutMs);
+    const toConsole = (message: string): void => { console.warn(`oncegate: ${message}`); };
+    const warn: (message: string) => unknown = options.warn ?? toConsole;
+    this.store.useWarnings?.((message) => { this.advise(message); });
+    // A logger that fails must neither end the process nor keep a key.
+    this.warnings = (message) => { void (async () => { await warn(message); })().catch(() => { toConsole(message); }); };
   }
 
-  /** Reports at most one warning a second: an outage must not fill the log. */
-  warn(message: string): void {
-    const now = performance.now();
-    if (now - this.warnedAt < 1000) return;
-    this.warnedAt = now;
+  /** Reports a warning about a setting, which comes once. */
+  advise(message: string): void {
     this.warnings(message);
   }
 
-  /** Sends a command, within the time that it may take. After several failures the store is left alone for a moment. */
-  private async ask<T>(command: () => Promise<T>): Promise<T> {
-    if (performance.now() < this.openUntil) throw new NotAskedError('the store did not answer lately');
-    return this.send(command);
+  /** Reports an error of a handler, with its stack. It is the only report, because the middleware answers in place of the handler. */
+  handlerFailed(error: unknown): void {
+    this.warnings(`a handler failed: ${error instanceof Error ? (error.stack ?? `${error.name}: ${error.message}`) : typeof error}`);
   }
 
-  private async send<T>(command: () => Promise<T>): Promise<T> {
-    let timer: NodeJS.Timeout | undefined;
+  /** Reports at most one warning of a kind a second: an outage must not fill the log. */
+  warn(message: string, kind: WarningKind = 'other'): void {
+    const now = performance.now();
+    if (now - (this.warnedAt.get(kind) ?? -Infinity) < (kind === 'scope' ? 60_000 : 1000)) return;
+    this.warnedAt.set(kind, now);
+    this.warnings(message);
+  }
+
+  /** Reports a warning about one record. Each record counts, so only a flood is cut, and the log says how many lines are missing. */
+  warnOf(id: Buffer, message: string): void {
+    const now = performance.now();
+    let own = this.recordWarnings;
+    if (now - own.since >= RECORD_WARNINGS_MS) {
+      if (own.leftOut > 0) this.warnings(`${String(own.leftOut)} warnings about other records were left out`);
+      own = { since: now, reported: 0, leftOut: 0 };
+      this.recordWarnings = own;
+    }
+    if (own.reported >= MAX_RECORD_WARNINGS) {
+      own.leftOut += 1;
+      return;
+    }
+    own.reported += 1;
+    this.warnings(`record ${id.toString('hex')}: ${message}`);
+  }
+
+  private outageOf(id: Buffer): Outage {
+    const part = this.store.partOf?.(id) ?? '';
+    let own = this.outages.get(part);
+    if (own === undefined) {
+      // Nodes of a cluster come and go.
+      if (this.outages.size >= MAX_PARTS) this.outages.clear();
+      own = { strikes: 0, openUntil: 0, wasReached: false };
+      this.outages.set(part, own);
+    }
+    return own;
+  }
+
+  /**
+   * Sends a command for a record, within the time that it may take. After several failures the store, or the node of a cluster, is left
+   * alone for a moment.
+   */
+  private async ask<T>(id: Buffer, command: () => Promise<T>): Promise<T> {
+    const { openUntil, wasReached } = this.outageOf(id);
+    if (performance.now() < openUntil) throw new NotAskedError(wasReached);
+    return this.send(id, command);
+  }
+
+  private async send<T>(id: Buffer, command: () => Promise<T>): Promise<T> {
+    const outage = this.outageOf(id);
     try {
-      const late = new Promise<never>((_, reject) => {
-        timer = setTimeout(() => {
-          reject(new StoreUnavailableError(`the store did not answer within ${String(this.storeTimeoutMs)} ms`));
-        }, this.storeTimeoutMs);
-      });
-      const reply = await Promise.race([command(), late]);
-      this.strikes = 0;
+      const reply = await this.inTime(command());
+      outage.strikes = 0;
+      outage.openUntil = 0;
       return reply;
-    } catch (error) {
-      if (isDefinite(error)) throw error;
-      this.strikes += 1;
-      if (this.strikes >= MAX_STRIKES) {
-        this.openUntil = performance.now() + Math.min(1000, 50 * 2 ** Math.min(this.strikes - MAX_STRIKES, 5));
-        this.warn(`the store (${this.store.name}) is out of reach: ${reasonOf(error)}`);
+    } catch (failure) {
+      if (isDefinite(failure)) throw failure;
+      const error = !wasReached(failure) && this.store.isTurnedAway?.(id) === true ? new TurnedAwayError() : failure;
+      outage.strikes += 1;
+      outage.wasReached = wasReached(error);
+      if (outage.strikes >= MAX_STRIKES) {
+        outage.openUntil = performance.now() + Math.min(1000, 50 * 2 ** Math.min(outage.strikes - MAX_STRIKES, 5));
+        this.warn(`the store (${this.store.name}) ${outage.wasReached ? 'takes no commands' : 'is out of reach'}: ${reasonOf(error)}`, 'outage');
       }
       throw error;
-    } finally {
-      clearTimeout(timer);
     }
   }
 
-  /** A store that belongs to an id secret has other identifiers: with plain ones every key would be new. */
-  private async checkIds(): Promise<void> {
-    const now = performance.now();
-    if (now - this.checkedAt < 2000) return;
-    const mark = await this.ask(() => this.store.lookup(MARK));
-    if (mark !== undefined) {
-      throw new StoreSetupError('the store belongs to an id secret, which this library does not support yet; use another store');
+  /**
+   * Sends a command again whose connection was broken: a pool may hold several such connections. A store that breaks all of them must not
+   * hold requests for long.
+   */
+  private async sendAgain<T>(id: Buffer, command: () => Promise<T>): Promise<T> {
+    const until = performance.now() + Math.min(this.storeTimeoutMs, 250);
+    for (let nap = 2; ; nap = Math.min(nap * 2, 50)) {
+      try {
+        return await this.send(id, command);
+      } catch (error) {
+        if (!wasBroken(error) || performance.now() + nap >= until) throw error;
+      }
+      await pause(nap);
     }
-    this.checkedAt = now;
+  }
+
+  private inTime<T>(reply: Promise<T>): Promise<T> {
+    return new Promise<T>((resolve, reject) => {
+      const timer = setTimeout(() => {
+        reject(new StoreUnavailableError(`the store did not answer within ${String(this.storeTimeoutMs)} ms`));
+      }, this.storeTimeoutMs);
+      reply.then(
+        (value) => { clearTimeout(timer); resolve(value); },
+        // eslint-disable-next-line @typescript-eslint/prefer-promise-reject-errors -- the error of the store, as it is
+        (error: unknown) => { clearTimeout(timer); reject(error); },
+      );
+    });
+  }
+
+  /** Returns true if {@link checkIds} has nothing to do. */
+  private hasLooked(maxAge: number): boolean {
+    return this.lookedAt !== undefined && this.lookedAt.age() < maxAge;
+  }
+
+  /**
+   * Looks for the mark of an id secret, unless the last look began less than `maxAge` ago. If the store does not answer, a process with
+   * a successful look before goes on: on a cluster, the mark may be on another node than the record.
+   */
+  private async checkIds(maxAge: number): Promise<void> {
+    const now = Moment.now();
+    if (this.lookedAt !== undefined) {
+      const age = this.lookedAt.age(now);
+      const failedAge = this.lookFailedAt?.age(now) ?? Infinity;
+      if (age < maxAge) return;
+      // While a look counts, one claim looks again, and the others go on. One that failed counts no longer than one that succeeded.
+      if (Math.min(age, failedAge) < LOOK_COUNTS_MS && (this.isLooking || failedAge < FAILED_LOOK_AGAIN_MS)) return;
+    } else if (this.refused !== undefined && this.refused.begun.age(now) < REFUSED_FOR_MS) {
+      throw this.refused.why;
+    }
+    this.isLooking = true;
+    let mark: RecordView | undefined;
+    try {
+      const look = () => this.store.lookup(MARK);
+      mark = await this.ask(MARK, look).catch((error: unknown) => {
+        if (this.lookedAt === undefined && wasBroken(error)) return this.sendAgain(MARK, look);
+        throw error;
+      });
+    } catch (error) {
+      // There is a mark, or there may be one: that is no outage. A server that takes no keys says nothing of a mark.
+      if (isDefinite(error) && !(error instanceof StoreFullError)) throw new StoreSetupError(`it cannot be read if the store belongs to an id secret: ${reasonOf(error)}`);
+      // A store that is away is still that of another secret.
+      this.guard.refuseForeign();
+      this.lookFailedAt = now;
+      if (this.lookedAt === undefined) throw error;
+      return;
+    } finally {
+      this.isLooking = false;
+    }
+    try {
+      this.guard.judge(mark, this.store.name === 'memory');
+    } catch (error) {
+      this.lookedAt = undefined;
+      this.refused = { begun: now, why: error as StoreSetupError };
+      throw error;
+    }
+    // A look that began later has refused since, and this one was only slow.
+    if (this.refused?.begun.isAfter(now) === true) throw this.refused.why;
+    this.lookedAt = now;
+    this.lookFailedAt = undefined;
+    this.refused = undefined;
+    const days = this.guard.daysLeft(mark);
+    if (days !== undefined && (this.advisedAt?.age(now) ?? Infinity) >= DAY_MS) {
+      this.advisedAt = now;
+      this.advise(
+        `the mark of the id secret of the store ends in ${String(days)} days, and then nothing is executed: start a sidecar with this ` +
+          'secret on the store, which renews it',
+      );
+    }
+  }
+
+  /** The record as the store has it. */
+  lookup(id: Buffer): Promise<RecordView | undefined> {
+    return this.ask(id, () => this.store.lookup(id));
   }
 
   /**
@@ -155,20 +377,35 @@ export class Engine {
    * @throws {StoreUnavailableError} and other errors of stores: nothing is executed
    */
   async claim(claimed: Claimed, policy: Policy): Promise<ClaimResult> {
-    const key = claimed.id.toString('hex');
+    const key = claimed.id.toString('latin1');
     const begun = performance.now();
     const deadline = begun + policy.waitMs;
-    if (this.isClosed) throw new StoreUnavailableError('the process is shutting down');
-    await this.checkIds();
+    if (this.isClosed) throw new NotFreeError('the process is shutting down');
     let waits = false;
     let nap = 25;
+    this.claims += 1;
     try {
+      if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS);
       for (;;) {
-        const before = this.unsettled.get(key);
-        if (before !== undefined && !(await before.settle())) {
-          throw new StoreUnavailableError('an earlier attempt with this key has no recorded end yet');
+        for (const before of this.unsettled.get(key) ?? []) {
+          if ((await before.settle()) || before.isElsewhere === true) continue;
+          const reason = 'an earlier attempt with this key has no recorded end yet';
+          // A lost claim has executed nothing, so it does not keep a request from failing open while the store is away.
+          const hasExecuted = [before, ...(this.unsettled.get(key) ?? [])].some((one) => one.hasExecuted);
+          const isAway = before.failure !== undefined && !wasReached(before.failure);
+          throw isAway && !hasExecuted ? new StoreUnavailableError(reason) : new NotFreeError(reason);
         }
-        const result = await this.claimOnce(key, claimed, policy);
+        if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS);
+        const result = this.running.has(key) ? await this.ownRecord(claimed, policy) : await this.claimOnce(key, claimed, policy);
+        if (result.outcome === 'execute' && !this.hasLooked(LOOK_COUNTS_MS)) {
+          // A claim that was under way for long may have been granted after another process began to use the store with an id secret.
+          try {
+            await this.checkIds(LOOK_COUNTS_MS);
+          } catch (error) {
+            await result.permit.release();
+            throw error;
+          }
+        }
         if (result.outcome !== 'in-progress') return result;
         const left = deadline - performance.now();
         if (!waits && left > 0 && this.waiters < MAX_WAITERS) {
@@ -177,13 +414,29 @@ export class Engine {
         }
         if (!waits || left <= 0) return { ...result, runningForMs: this.runningFor(key, begun) };
         const local = this.running.get(key);
-        const turn = pause(Math.min(left, local === undefined ? nap : left));
-        await (local === undefined ? turn : Promise.race([local.ended, turn]));
+        await (local === undefined ? pause(Math.min(left, nap)) : local.endedWithin(left));
         nap = Math.min(nap * 2, 500);
       }
     } finally {
+      this.claims -= 1;
       if (waits) this.waiters -= 1;
     }
+  }
+
+  /**
+   * The reply to a claim of a record under which this process executes. It is not claimed: if its lease has ended meanwhile, a claim would
+   * make its outcome unknown, or execute a second time, although the handler is alive. Only the store can say if this is another request.
+   */
+  private async ownRecord({ id, fingerprint }: Claimed, { leaseMs }: Policy): Promise<ClaimResult> {
+    let record: RecordView | undefined;
+    try {
+      record = await this.lookup(id);
+    } catch (error) {
+      if (isDefinite(error)) throw error;
+      throw new NotFreeError(reasonOf(error));
+    }
+    const isOther = record !== undefined && record.state !== 'released' && !record.fingerprint.equals(fingerprint);
+    return isOther ? { outcome: 'mismatch' } : { outcome: 'in-progress', leaseLeftMs: leaseMs, runningForMs: 0 };
   }
 
   private runningFor(key: string, begun: number): number {
@@ -191,11 +444,11 @@ export class Engine {
   }
 
   private async claimOnce(key: string, claimed: Claimed, policy: Policy): Promise<ClaimResult> {
-    if (this.unsettled.size + this.running.size >= MAX_UNSETTLED) {
+    if (this.unsettledCount + this.lostExecuted + this.running.size >= MAX_UNSETTLED) {
       throw new StoreFullError('too many attempts have no recorded end yet');
     }
     const claim: Claim = {
-      attempt: randomBytes(16),
+      attempt: attemptId(),
       fingerprint: claimed.fingerprint,
       leaseMs: policy.leaseMs,
       retentionMs: policy.retentionMs,
@@ -205,25 +458,26 @@ export class Engine {
       operation: claimed.operation,
     };
     const sent = () => this.store.claim(claimed.id, claim);
-    let claimedAt = performance.now();
+    let claimedAt = Moment.now();
     let reply: ClaimReply;
     let wasLost = false;
     try {
-      reply = await this.ask(sent);
+      reply = await this.ask(claimed.id, sent);
     } catch (error) {
+      if (error instanceof StoreFullError) return this.recorded(key, claimed, claim, policy, error);
       if (isDefinite(error) || wasNotApplied(error)) throw error;
       // The same claim again: its reply tells if the first one was granted.
       wasLost = true;
-      claimedAt = performance.now();
+      claimedAt = Moment.now();
       try {
-        reply = await this.send(sent);
+        reply = await this.sendAgain(claimed.id, sent);
       } catch (again) {
         this.pursue(key, claimed, claim, policy);
         throw again;
       }
       if (isUndecided(reply)) {
         this.pursue(key, claimed, claim, policy);
-        if (this.store.claimsMayCommitLate) throw new StoreUnavailableError('the reply to a claim was lost');
+        if (this.store.claimsMayCommitLate) throw new NotFreeError('the reply to a claim was lost');
       }
     }
     switch (reply.outcome) {
@@ -242,84 +496,128 @@ export class Engine {
     }
   }
 
+  /** The reply of a store that is full to a claim of a record that it has: it still reads. */
+  private async recorded(key: string, claimed: Claimed, claim: Claim, policy: Policy, full: StoreFullError): Promise<ClaimResult> {
+    const { id, fingerprint } = claimed;
+    let record: RecordView | undefined;
+    try {
+      record = await this.lookup(id);
+    } catch (error) {
+      // A client may have sent the claim before, to a server that granted it. A statement that was refused is undone.
+      const isSought = error instanceof StoreFullError || !isDefinite(error);
+      if (isSought && !this.store.claimsMayCommitLate && this.lost.size < MAX_SOUGHT_LONG) this.pursue(key, claimed, claim, policy);
+      throw isDefinite(error) ? error : full;
+    }
+    if (record?.state === 'in-progress' && record.attempt?.equals(claim.attempt) === true) this.pursue(key, claimed, claim, policy);
+    if (record === undefined || record.state === 'released') throw full;
+    if (!record.fingerprint.equals(fingerprint)) return { outcome: 'mismatch' };
+    switch (record.state) {
+      case 'completed':
+        if (record.response === undefined) throw full;
+        return { outcome: 'replay', response: this.store.opened?.(id, record.response) ?? record.response };
+      case 'unknown':
+        return { outcome: 'unknown' };
+      case 'tombstone':
+      case 'awaited':
+        return { outcome: 'unreplayable' };
+      default:
+        throw full;
+    }
+  }
+
   private permit(
     key: string,
     claimed: Claimed,
     claim: Claim,
     policy: Policy,
     grant: Grant,
-    claimedAt: number,
+    claimedAt: Moment,
     wasLost: boolean,
   ): Permit {
-    let end = (): void => undefined;
-    const ended = new Promise<void>((resolve) => { end = resolve; });
-    const running = { since: claimedAt, ended };
+    const running = new Running();
     this.running.set(key, running);
-    return new Permit(this, claimed.id, grant, policy, claimedAt, () => {
+    return new Permit(this, claimed.id, grant, policy, claimedAt, (isRelease) => {
       if (this.running.get(key) === running) this.running.delete(key);
-      if (wasLost) this.pursue(key, claimed, claim, policy);
-      end();
+      // Once the end is stored or under way, the record is that of this attempt. Only a release leaves it to a claim that comes late.
+      if (wasLost && isRelease) this.pursue(key, claimed, claim, policy, true);
+      running.end();
     });
   }
 
   /** Looks for a claim whose reply was lost, and gives it back if it was granted: no process executes under it. */
-  private pursue(key: string, claimed: Claimed, claim: Claim, policy: Policy): void {
+  private pursue(key: string, claimed: Claimed, claim: Claim, policy: Policy, hasExecuted = false): void {
     const { id } = claimed;
     const { store } = this;
     if (!store.claimsMayCommitLate) {
       // Scripts run one after the other, so the next claim sees what was granted; the first message may still be on its way.
-      this.spawn(async (isLast) => {
-        const until = performance.now() + 5 * 60_000;
-        for (let nap = 1000; performance.now() < until && !isLast(); nap = Math.min(nap * 2, 30_000)) {
-          await unrefPause(nap);
-          try {
-            const record = await this.send(() => store.lookup(id));
-            if (record?.state === 'in-progress' && record.attempt?.equals(claim.attempt) === true) {
-              await this.send(() => store.release(id, record.token, releasedRetention(policy)));
-              return;
-            }
-          } catch {
-            // Asked again.
+      let isReleased = false;
+      const settle = async (): Promise<boolean> => {
+        try {
+          const record = await this.ask(id, () => store.lookup(id));
+          if (record?.state === 'in-progress' && record.attempt?.equals(claim.attempt) === true) {
+            await this.send(id, () => store.release(id, record.token, releasedRetention(policy)));
+            isReleased = true;
           }
+          return true;
+        } catch {
+          return false;
         }
-      });
+      };
+      // Without bound, an outage would use up the memory. What is not looked for is left to its lease.
+      if (this.lost.size >= MAX_UNSETTLED) return;
+      const lost = { settle, hasExecuted };
+      this.lost.add(lost);
+      if (hasExecuted) this.lostExecuted += 1;
+      void (async () => {
+        const begun = performance.now();
+        // A server that stood still carries out what was sent to it before, and then its answer comes, too.
+        let until = begun + LOST_CLAIM_MS;
+        const most = Math.max(1000, Math.min(policy.leaseMs / 3, 30_000));
+        for (let nap = 1000; performance.now() < Math.min(until, begun + policy.retentionMs) && !this.isClosed; nap = Math.min(nap * 2, most)) {
+          await unrefPause(nap);
+          // A process that ends asks by itself.
+          if (this.isClosed) break;
+          if (!(await settle()) && this.lost.size < MAX_SOUGHT_LONG) until = performance.now() + LOST_CLAIM_MS;
+          if (isReleased) break;
+        }
+        if (this.isClosed) return;
+        this.lost.delete(lost);
+        if (hasExecuted) this.lostExecuted -= 1;
+      })();
       return;
     }
     const settle = async (): Promise<boolean> => {
       try {
-        const reply = await this.send(() => store.claim(id, claim));
-        if (isUndecided(reply)) return false;
+        const reply = await this.send(id, () => store.claim(id, claim));
+        unsettled.failure = undefined;
+        unsettled.isElsewhere = isUndecided(reply);
+        if (unsettled.isElsewhere) return false;
         if (reply.outcome === 'execute' && !reply.afterAbandoned) {
-          const released = await this.send(() => store.release(id, reply.token, releasedRetention(policy)));
+          const released = await this.send(id, () => store.release(id, reply.token, releasedRetention(policy)));
           if (released === 'locked') return false;
         }
-      } catch {
-        return false;
+      } catch (error) {
+        unsettled.isElsewhere = false;
+        unsettled.failure = error;
+        if (!(error instanceof CorruptRecordError || error instanceof SealedError)) return false;
       }
-      if (this.unsettled.get(key) === unsettled) this.unsettled.delete(key);
+      this.forget(key, unsettled);
       return true;
     };
-    const unsettled = { settle };
-    this.unsettled.set(key, unsettled);
-    this.spawn(async (isLast) => {
-      const until = performance.now() + policy.retentionMs;
-      for (let nap = 100; performance.now() < until; nap = Math.min(nap * 2, 30_000)) {
-        await unrefPause(nap);
-        if (this.unsettled.get(key) !== unsettled || (await settle()) || isLast()) return;
-      }
-      if (this.unsettled.get(key) === unsettled) this.unsettled.delete(key);
-    });
+    const unsettled: Unsettled = { settle, hasExecuted };
+    this.remember(key, unsettled);
+    this.settleLater(key, unsettled, policy, 100, 30_000);
   }
 
   /** @internal */
   renew(id: Buffer, token: string, policy: Policy): Promise<OwnerReply> {
-    return this.send(() => this.store.renew(id, token, policy.leaseMs, policy.retentionMs));
+    return this.send(id, () => this.store.renew(id, token, policy.leaseMs, policy.retentionMs));
   }
 
   private async tryEnd(id: Buffer, token: string, end: End, policy: Policy): Promise<OwnerReply> {
     const { store } = this;
     for (let turn = 0; ; turn += 1) {
-      const reply = await this.send(() =>
+      const reply = await this.send(id, () =>
         end.kind === 'release'
           ? store.release(id, token, releasedRetention(policy))
           : store.complete(id, token, end.state, end.response, policy.retentionMs),
@@ -332,7 +630,8 @@ export class Engine {
 
   /** @internal Ends an attempt. What the store does not take is tried again in the background until the retention ends. */
   async settle(id: Buffer, token: string, end: End, policy: Policy): Promise<Settled> {
-    let last: unknown = new StoreUnavailableError('another transaction holds the record');
+    // No error is made in advance: its stack costs as much as a hash of the request.
+    let last: unknown;
     for (let turn = 0; turn < 2; turn += 1) {
       try {
         const reply = await this.tryEnd(id, token, end, policy);
@@ -343,13 +642,13 @@ export class Engine {
         await pause(25);
       }
     }
-    this.warn(`the end of an attempt at record ${id.toString('hex')} is not stored yet: ${reasonOf(last)}`);
+    this.warnOf(id, `the end of an attempt is not stored yet: ${last === undefined ? 'another transaction holds the record' : reasonOf(last)}`);
     this.defer(id, token, end, policy);
     return 'not-stored';
   }
 
   private defer(id: Buffer, token: string, whole: End, policy: Policy): void {
-    const key = id.toString('hex');
+    const key = id.toString('latin1');
     let end = whole;
     let bytes = end.kind === 'complete' ? (end.response?.length ?? 0) : 0;
     if (this.deferredBytes + bytes > MAX_DEFERRED_BYTES) {
@@ -363,34 +662,51 @@ export class Engine {
       } catch {
         return false;
       }
-      if (this.unsettled.get(key) === unsettled) this.unsettled.delete(key);
+      this.forget(key, unsettled);
       return true;
     };
-    const unsettled = { settle };
-    this.unsettled.set(key, unsettled);
-    this.spawn(async (isLast) => {
+    const unsettled = { settle, hasExecuted: true };
+    this.remember(key, unsettled);
+    this.settleLater(key, unsettled, policy, 50, 5000, () => { this.deferredBytes -= bytes; });
+  }
+
+  private remember(key: string, unsettled: Unsettled): void {
+    const ofRecord = this.unsettled.get(key);
+    if (ofRecord === undefined) this.unsettled.set(key, new Set([unsettled]));
+    else ofRecord.add(unsettled);
+    this.unsettledCount += 1;
+  }
+
+  private forget(key: string, unsettled: Unsettled): void {
+    const ofRecord = this.unsettled.get(key);
+    if (ofRecord?.delete(unsettled) !== true) return;
+    this.unsettledCount -= 1;
+    if (ofRecord.size === 0) this.unsettled.delete(key);
+  }
+
+  /** Tries again in the background until the retention ends. A process that ends does so in `drain`, which reports what is left. */
+  private settleLater(key: string, unsettled: Unsettled, policy: Policy, first: number, most: number, onEnd?: () => void): void {
+    void (async () => {
       const until = performance.now() + policy.retentionMs;
-      for (let nap = 50; performance.now() < until; nap = Math.min(nap * 2, 5000)) {
+      for (let nap = first; performance.now() < until && !this.isClosed; nap = Math.min(nap * 2, most)) {
         await unrefPause(nap);
-        if (this.unsettled.get(key) !== unsettled || (await settle()) || isLast()) break;
+        if (this.unsettled.get(key)?.has(unsettled) !== true || (await unsettled.settle())) break;
       }
-      if (this.unsettled.get(key) === unsettled) this.unsettled.delete(key);
-      this.deferredBytes -= bytes;
-    });
+      if (!this.isClosed) this.forget(key, unsettled);
+      onEnd?.();
+    })();
   }
 
-  private spawn(work: (isLast: () => boolean) => Promise<void>): void {
-    const task: Promise<void> = work(() => this.isClosed).finally(() => { this.work.delete(task); });
-    this.work.add(task);
-  }
-
-  /** Accepts no more claims, and waits until the running attempts have ended and their ends are stored. True if all have. */
+  /**
+   * Accepts no more claims, and waits until the claims under way have a result, the running attempts have ended, and their ends are
+   * stored. True if all have.
+   */
   async drain(timeoutMs = 30_000): Promise<boolean> {
     this.isClosed = true;
     const until = performance.now() + timeoutMs;
     while (performance.now() < until) {
-      if (this.running.size === 0) {
-        const open = [...this.unsettled.values()];
+      if (this.running.size === 0 && this.claims === 0) {
+        const open = [...[...this.unsettled.values()].flatMap((ofRecord) => [...ofRecord]), ...this.lost];
         if ((await Promise.all(open.map(({ settle }) => settle()))).every(Boolean)) return true;
       }
       await pause(20);
@@ -418,16 +734,86 @@ function isDefinite(error: unknown): boolean {
   );
 }
 
-const NO_CONNECTION = new Set(['ECONNREFUSED', 'ENOTFOUND', 'EAI_AGAIN', 'EHOSTUNREACH', 'ENETUNREACH', 'ETIMEDOUT']);
+const NO_CONNECTION = new Set(['ECONNREFUSED', 'ENOTFOUND', 'EAI_AGAIN']);
+/** An open connection fails with these, too. */
+const PERHAPS_NO_CONNECTION = new Set(['EHOSTUNREACH', 'ENETUNREACH', 'ETIMEDOUT']);
+
+/** Returns true if an error of Node says that there was no connection, so that nothing was sent. */
+export function hadNoConnection({ code, syscall, errors }: { code?: unknown; syscall?: unknown; errors?: unknown }): boolean {
+  if (typeof code !== 'string') return false;
+  // An error of all addresses of a host has no `syscall`.
+  return NO_CONNECTION.has(code) || (PERHAPS_NO_CONNECTION.has(code) && (syscall === 'connect' || (syscall === undefined && Array.isArray(errors))));
+}
+
+/** Each has a digit, in contrast to `EPIPE`. */
+const SQLSTATE = /^(?=.*[0-9])[0-9A-Z]{5}$/;
+
+/** What clients say of a connection that was made, and then broken: `pg`, `redis` and `ioredis`. */
+const BROKEN = new Set([
+  'Connection terminated unexpectedly', 'Connection terminated', 'Client has encountered a connection error and is not queryable',
+  'Socket closed unexpectedly', 'Command aborted due to connection close',
+]);
+
+/** Returns true if an error says that a connection that was made was broken, also by its server (57P01, 57P02 and 57P05). */
+function wasBroken(error: unknown): boolean {
+  if (error instanceof ConnectionLostError) return true;
+  const { code, syscall, message } = (error ?? {}) as { code?: unknown; syscall?: unknown; message?: unknown };
+  if (typeof code !== 'string') return typeof message === 'string' && BROKEN.has(message);
+  if (code === 'ECONNRESET' || code === 'EPIPE' || code === 'ECONNABORTED') return true;
+  return /^57P0[125]$/.test(code) || (PERHAPS_NO_CONNECTION.has(code) && (syscall === 'read' || syscall === 'write'));
+}
+
+/** What clients say if no connection can be made, or if no answer comes in time: `pg`, `redis` and `ioredis`, also of their clusters. */
+const AWAY = new RegExp(
+  'tim(?:ed ?|e)-?out|Connection is closed|client is (?:closed|offline)|enableOfflineQueue|max retries per request|slots cache|' +
+    'startup nodes|root nodes|sentinels|is disconnect',
+  'i',
+);
+
+/**
+ * Returns false if an error says that the store is away: a connection cannot be made, or there is no answer in time. Every other error is
+ * no outage: that of a server, of a connection that was made and then broken, of a certificate, or of this process, such as of a pool that
+ * was ended.
+ */
+export function wasReached(error: unknown): boolean {
+  if (error instanceof NotAskedError) return error.wasReached;
+  return !isOutage(error) || isUsedUp();
+}
+
+/** A driver may raise class 08 for a connection that cannot be made; an error of a server has a severity. */
+function isOutage(error: unknown): boolean {
+  if (error instanceof StoreUnavailableError) return !(error instanceof TurnedAwayError);
+  if (wasBroken(error)) return false;
+  const { name, code, syscall, message, severity } = (error ?? {}) as Readonly<Record<string, unknown>>;
+  if (name === 'ReplyError') return false;
+  if (typeof code === 'string') {
+    if (SQLSTATE.test(code)) return severity === undefined && code.startsWith('08');
+    return hadNoConnection(error as object) || /^(?:connect|getaddrinfo|query)/.test(String(syscall)) || /TIMED?_?OUT/.test(code);
+  }
+  return typeof message === 'string' && !/^[A-Z][A-Z0-9]+(?: |$)/.test(message) && AWAY.test(message);
+}
+
+/**
+ * Returns true if this process can open nothing, as when clients hold all of its file descriptors. Then no error says that a server is
+ * away: it cannot be connected to, and its name is not found.
+ */
+function isUsedUp(): boolean {
+  try {
+    closeSync(openSync(devNull, 'r'));
+    return false;
+  } catch {
+    return true;
+  }
+}
 
 /** Returns true if it is certain that the command had no effect: it was not sent, or the server answered with an error. */
 function wasNotApplied(error: unknown): boolean {
   if (error instanceof NotAskedError) return true;
-  const { code, message, syscall } = error as { code?: unknown; message?: unknown; syscall?: unknown };
+  if (hadNoConnection(error as { code?: unknown })) return true;
+  const { code, message } = error as { code?: unknown; message?: unknown };
   if (typeof code === 'string') {
-    if (NO_CONNECTION.has(code)) return code !== 'ETIMEDOUT' || syscall === 'connect';
     // An error of PostgreSQL undoes its statement, unless the session was ended, perhaps while it committed.
-    if (/^[0-9A-Z]{5}$/.test(code)) return !/^(?:08|57P)/.test(code);
+    if (SQLSTATE.test(code)) return !/^(?:08|57P)/.test(code);
   }
   return typeof message === 'string' && /exceeded when trying to connect/.test(message);
 }
@@ -437,14 +823,20 @@ function isUndecided({ outcome }: ClaimReply): boolean {
 }
 
 /** The reason of an error for the log: only its code or its message, never a query with its values. */
-function reasonOf(error: unknown): string {
+export function reasonOf(error: unknown): string {
   const { code, message } = error as { code?: unknown; message?: unknown };
   return typeof code === 'string' && code !== '' ? code : typeof message === 'string' ? message : 'unknown error';
 }
 
+function lostReason(): Error {
+  return new Error('another attempt owns the record by now: stop');
+}
+
 /** The ownership of a record. The lease is renewed until the attempt ends. */
 export class Permit {
-  private readonly controller = new AbortController();
+  /** Made when it is asked for: it costs as much as ten hashes. */
+  private controller: AbortController | undefined;
+  private isLost = false;
   private timer: NodeJS.Timeout | undefined;
   private isEnded = false;
 
@@ -454,8 +846,8 @@ export class Permit {
     readonly id: Buffer,
     private readonly grant: Grant,
     private readonly policy: Policy,
-    private readonly claimedAt: number,
-    private readonly onEnd: () => void,
+    private leasedAt: Moment,
+    private readonly onEnd: (isRelease: boolean) => void,
   ) {
     this.schedule(policy.leaseMs / 3);
   }
@@ -475,6 +867,10 @@ export class Permit {
 
   /** Aborted if another attempt owns the record: stop. */
   get signal(): AbortSignal {
+    if (this.controller === undefined) {
+      this.controller = new AbortController();
+      if (this.isLost) this.controller.abort(lostReason());
+    }
     return this.controller.signal;
   }
 
@@ -489,7 +885,8 @@ export class Permit {
     let next = this.policy.leaseMs / 3;
     try {
       if ((await this.engine.renew(this.id, this.token, this.policy)) === 'fenced' && !this.isEnded) {
-        this.controller.abort(new Error('another attempt owns the record by now: stop'));
+        this.isLost = true;
+        this.controller?.abort(lostReason());
         return;
       }
     } catch {
@@ -498,14 +895,20 @@ export class Permit {
     if (!this.isEnded) this.schedule(next);
   }
 
-  /** Confirms the lease if the process may have been paused since the claim. False: nothing may be executed. */
+  /**
+   * Confirms the lease if the process may have been paused since the claim, or the machine suspended. False: nothing may be executed.
+   */
   async confirm(): Promise<boolean> {
-    if (performance.now() - this.claimedAt < this.policy.leaseMs / 2) return true;
+    const { leaseMs } = this.policy;
+    if (this.leasedAt.age() < leaseMs / 2) return true;
+    const asked = Moment.now();
     try {
-      return (await this.engine.renew(this.id, this.token, this.policy)) === 'done';
+      if ((await this.engine.renew(this.id, this.token, this.policy)) !== 'done' || asked.age() >= leaseMs) return false;
     } catch {
       return false;
     }
+    this.leasedAt = asked;
+    return true;
   }
 
   complete(state: CompletionState, response?: Buffer): Promise<Settled> {
@@ -520,7 +923,7 @@ export class Permit {
   /** Leaves the record to its lease, as after a crash. */
   leave(): 'done' {
     this.stop();
-    this.onEnd();
+    this.onEnd(false);
     return 'done';
   }
 
@@ -534,11 +937,11 @@ export class Permit {
     try {
       const settled = await this.engine.settle(this.id, this.token, end, this.policy);
       if (settled === 'fenced' && end.kind === 'complete') {
-        this.engine.warn(`record ${this.id.toString('hex')}: another attempt took over while the handler ran; there may be a second effect`);
+        this.engine.warnOf(this.id, 'another attempt took over while the handler ran; there may be a second effect');
       }
       return settled;
     } finally {
-      this.onEnd();
+      this.onEnd(end.kind === 'release');
     }
   }
 }

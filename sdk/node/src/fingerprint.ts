@@ -1,6 +1,7 @@
 // The fingerprint of a request, version 1: equal fingerprints mean the same request. The algorithm is the documentation of
 // `oncegate_core::fingerprint`, and `crates/core/vectors/fingerprints.json` has examples.
-import { bytesOf, compareBytes, lp, sha256, u64 } from './bytes.js';
+import { isAscii, isUtf8 } from 'node:buffer';
+import { bytesOf, compareBytes, digestOf, lower, remembered, trimmedField, withoutEnds, type Part } from './bytes.js';
 
 /** What counts of a body. Pointers are JSON pointers (RFC 6901). */
 export interface FingerprintRules {
@@ -15,7 +16,8 @@ export interface FingerprintInput {
   authority?: string;
   /** Bytes, or a text. */
   target: string | Uint8Array;
-  contentType: Uint8Array;
+  /** Bytes, or bytes as a `latin1` text. */
+  contentType: string | Uint8Array;
   /** The content coding that could not be undone; normally empty. */
   contentCoding: string;
   headers: readonly (readonly [name: string, value: Uint8Array])[];
@@ -46,8 +48,12 @@ const PARAMETER = new RegExp(
 );
 const WHOLE_TOKEN = new RegExp(`^${TOKEN}$`);
 
-export function mediaType(contentType: Uint8Array): MediaType {
-  const field = bytesOf(contentType).toString('latin1').replace(/^[ \t]+|[ \t]+$/g, '');
+export function mediaType(contentType: string | Uint8Array): MediaType {
+  return mediaTypeOf(typeof contentType === 'string' ? contentType : bytesOf(contentType).toString('latin1'));
+}
+
+const mediaTypeOf = remembered((contentType): MediaType => {
+  const field = trimmedField(contentType);
   const unknown: MediaType = { name: field, kind: 'other', boundary: undefined };
   const essence = ESSENCE.exec(field);
   if (essence === null) return unknown;
@@ -76,47 +82,59 @@ export function mediaType(contentType: Uint8Array): MediaType {
       ? 'multipart'
       : name === 'application/x-www-form-urlencoded'
         ? 'form'
-        : name === 'application/json' || /^[^]+\+json$/.test(sub)
+        : name === 'application/json' || (sub.length > 5 && sub.endsWith('+json'))
           ? 'json'
           : 'other';
   return { name, kind, boundary: parameters.get('boundary') };
-}
-
-/** ASCII letters in lower case. */
-function lower(text: string): string {
-  return text.replace(/[A-Z]/g, (letter) => letter.toLowerCase());
-}
+});
 
 // JSON
 
-/** A number in its canonical form. */
-class CanonicalNumber {
-  constructor(readonly text: string) {}
+/** The canonical text of a string, a number, `true`, `false` or `null`; or what contains others. */
+type Json = string | Json[] | JsonObject;
+
+interface Member {
+  name: string;
+  /** The canonical text of the name. */
+  text: string;
+  value: Json;
 }
 
-type Json = null | boolean | string | CanonicalNumber | Json[] | Map<string, Json>;
+class JsonObject {
+  constructor(readonly members: Member[]) {}
 
-function canonicalNumber(sign: string, digits: string, fraction: string, exponent: string): CanonicalNumber {
+  get(name: string): Json | undefined {
+    return this.members.find((member) => member.name === name)?.value;
+  }
+}
+
+function canonicalNumber(sign: string, digits: string, fraction: string, exponent: string): string {
   const all = digits + fraction;
-  const significant = all.replace(/^0+|0+$/g, '');
-  if (significant === '') return new CanonicalNumber('0');
+  const significant = withoutEnds(all, '0');
+  if (significant === '') return '0';
   if (exponent.replace(/^[+-]/, '').replace(/^0+/, '').length > 15) throw new Raw('exponent');
-  const trailing = all.length - all.replace(/0+$/, '').length;
+  let trailing = 0;
+  while (all[all.length - 1 - trailing] === '0') trailing += 1;
   const scale = Number(exponent === '' ? '0' : exponent) - fraction.length + trailing;
   if (scale >= 0) {
     if (significant.length + scale > 16) throw new Raw('magnitude');
     const value = BigInt(significant + '0'.repeat(scale));
     if (value > MAX_SAFE) throw new Raw('magnitude');
-    return new CanonicalNumber(sign + String(value));
+    return sign + String(value);
   }
   if (significant.length > 15 || significant.length - 1 + scale < -307) throw new Raw('precision');
-  return new CanonicalNumber(String(Number(`${sign}${significant}e${String(scale)}`)));
+  return String(Number(`${sign}${significant}e${String(scale)}`));
 }
 
 const NUMBER = /(-?)(0|[1-9][0-9]*)(?:\.([0-9]+))?(?:[eE]([+-]?[0-9]+))?/y;
- 
-const PLAIN_STRING = /[^"\\\u0000-\u001f]*/y;
-const SPACE = /[ \t\n\r]*/y;
+
+const QUOTE = 0x22;
+const COMMA = 0x2c;
+const COLON = 0x3a;
+const BACKSLASH = 0x5c;
+
+/** The most members of an object that are compared, and sorted, one by one: calls of native code cost more. */
+const FEW = 8;
 
 /** A parser of JSON by RFC 8259, which keeps numbers exact and refuses what programs read in different ways. */
 class Parser {
@@ -132,94 +150,131 @@ class Parser {
   }
 
   private space(): void {
-    SPACE.lastIndex = this.at;
-    SPACE.test(this.text);
-    this.at = SPACE.lastIndex;
+    for (;;) {
+      const code = this.text.charCodeAt(this.at);
+      if (code !== 0x20 && code !== 0x0a && code !== 0x0d && code !== 0x09) return;
+      this.at += 1;
+    }
   }
 
-  private take(text: string): boolean {
-    if (!this.text.startsWith(text, this.at)) return false;
-    this.at += text.length;
+  private take(code: number): boolean {
+    if (this.text.charCodeAt(this.at) !== code) return false;
+    this.at += 1;
     return true;
   }
 
   private value(depth: number): Json {
     this.space();
-    switch (this.text[this.at]) {
-      case '{':
+    switch (this.text.charCodeAt(this.at)) {
+      case 0x7b:
         if (depth === MAX_DEPTH) throw new Raw('depth');
         return this.object(depth + 1);
-      case '[':
+      case 0x5b:
         if (depth === MAX_DEPTH) throw new Raw('depth');
         return this.array(depth + 1);
-      case '"':
+      case QUOTE:
         return this.string();
+      case 0x74:
+        return this.word('true');
+      case 0x66:
+        return this.word('false');
+      case 0x6e:
+        return this.word('null');
       default:
-        if (this.take('true')) return true;
-        if (this.take('false')) return false;
-        if (this.take('null')) return null;
         return this.number();
     }
   }
 
-  private object(depth: number): Map<string, Json> {
-    const members = new Map<string, Json>();
-    const folded = new Set<string>();
+  private word(word: string): string {
+    if (!this.text.startsWith(word, this.at)) throw new Raw('no value');
+    this.at += word.length;
+    return word;
+  }
+
+  private object(depth: number): JsonObject {
+    const members: Member[] = [];
+    const folded: string[] = [];
+    let many: Set<string> | undefined;
     this.at += 1;
     this.space();
-    if (this.take('}')) return members;
+    if (this.take(0x7d)) return new JsonObject(members);
     do {
       this.space();
-      const name = this.string();
+      const text = this.string();
+      const name = text.includes('\\') ? (JSON.parse(text) as string) : text.slice(1, -1);
       const fold = withoutCase(name);
-      if (folded.has(fold)) throw new Raw('two members of one name');
-      folded.add(fold);
+      if (many?.has(fold) ?? folded.includes(fold)) throw new Raw('two members of one name');
+      if (folded.length < FEW) folded.push(fold);
+      else many = (many ?? new Set(folded)).add(fold);
       this.space();
-      if (!this.take(':')) throw new Raw('no colon');
-      members.set(name, this.value(depth));
+      if (!this.take(COLON)) throw new Raw('no colon');
+      members.push({ name, text, value: this.value(depth) });
       this.space();
-    } while (this.take(','));
-    if (!this.take('}')) throw new Raw('no end of an object');
-    return members;
+    } while (this.take(COMMA));
+    if (!this.take(0x7d)) throw new Raw('no end of an object');
+    return new JsonObject(members);
   }
 
   private array(depth: number): Json[] {
     const items: Json[] = [];
     this.at += 1;
     this.space();
-    if (this.take(']')) return items;
+    if (this.take(0x5d)) return items;
     do {
       items.push(this.value(depth));
       this.space();
-    } while (this.take(','));
-    if (!this.take(']')) throw new Raw('no end of an array');
+    } while (this.take(COMMA));
+    if (!this.take(0x5d)) throw new Raw('no end of an array');
     return items;
   }
 
+  /** The canonical text of a string. Only one with escapes may differ from it, because the body is valid UTF-8. */
   private string(): string {
+    const { text } = this;
     const start = this.at;
-    if (!this.take('"')) throw new Raw('no string');
-    for (;;) {
-      PLAIN_STRING.lastIndex = this.at;
-      PLAIN_STRING.test(this.text);
-      this.at = PLAIN_STRING.lastIndex;
-      if (this.take('"')) break;
-      if (!this.take('\\')) throw new Raw('no end of a string');
-      this.at += 1;
+    if (!this.take(QUOTE)) throw new Raw('no string');
+    let isPlain = true;
+    let at = this.at;
+    for (;; at += 1) {
+      const code = text.charCodeAt(at);
+      if (code === QUOTE) break;
+      // There is no letter after the end, and no control character in a string.
+      if (!(code >= 0x20)) throw new Raw('no end of a string');
+      if (code !== BACKSLASH) continue;
+      isPlain = false;
+      at += 1;
     }
+    this.at = at + 1;
+    const sent = text.slice(start, this.at);
+    if (isPlain) return sent;
     let string: unknown;
     try {
-      string = JSON.parse(this.text.slice(start, this.at));
+      string = JSON.parse(sent);
     } catch {
       throw new Raw('escape');
     }
     if (typeof string !== 'string' || hasHalfPair(string)) throw new Raw('half a surrogate pair');
-    return string;
+    return JSON.stringify(string);
   }
 
-  private number(): CanonicalNumber {
-    NUMBER.lastIndex = this.at;
-    const found = NUMBER.exec(this.text);
+  private number(): string {
+    const { text } = this;
+    const start = this.at;
+    let at = start;
+    let code = text.charCodeAt(at);
+    for (; code >= 0x30 && code <= 0x39; at += 1) code = text.charCodeAt(at + 1);
+    const digits = at - start;
+    const point = at;
+    if (code === 0x2e) for (code = text.charCodeAt((at += 1)); code >= 0x30 && code <= 0x39; at += 1) code = text.charCodeAt(at + 1);
+    const isShort = at - start <= 16 && at !== point + 1 && code !== 0x65 && code !== 0x45;
+    // A short whole number without a leading zero is canonical, and a short fraction is exact.
+    if (isShort && digits > 0 && digits <= 15 && (digits === 1 || text.charCodeAt(start) !== 0x30)) {
+      this.at = at;
+      const sent = text.slice(start, at);
+      return at === point ? sent : String(Number(sent));
+    }
+    NUMBER.lastIndex = start;
+    const found = NUMBER.exec(text);
     if (found === null) throw new Raw('no value');
     this.at = NUMBER.lastIndex;
     return canonicalNumber(found[1] ?? '', found[2] ?? '', found[3] ?? '', found[4] ?? '');
@@ -232,35 +287,53 @@ function hasHalfPair(text: string): boolean {
 
 /** A name in one case, for programs that ignore case. */
 function withoutCase(name: string): string {
-   
   if (/^[\u0000-\u007f]*$/.test(name)) return name.toLowerCase();
-  const upper = Array.from(name, (letter) => letter.toUpperCase()).join('');
-  return Array.from(upper, (letter) => letter.toLowerCase()).join('');
+  let [upper, folded] = ['', ''];
+  // Letter by letter: the case of some depends on their neighbours.
+  for (const letter of name) upper += letter.toUpperCase();
+  for (const letter of upper) folded += letter.toLowerCase();
+  return folded;
 }
 
 function parseJson(body: Uint8Array): Json {
-  let text: string;
-  try {
-    text = new TextDecoder('utf-8', { fatal: true, ignoreBOM: true }).decode(body);
-  } catch {
-    throw new Raw('not UTF-8');
-  }
-  return new Parser(text).document();
+  if (!isUtf8(body)) throw new Raw('not UTF-8');
+  const bytes = bytesOf(body);
+  return new Parser(bytes.toString(isAscii(body) ? 'latin1' : 'utf8')).document();
 }
 
 function canonicalJson(value: Json): string {
-  if (value === null || typeof value === 'boolean') return String(value);
-  if (typeof value === 'string') return JSON.stringify(value);
-  if (value instanceof CanonicalNumber) return value.text;
+  if (typeof value === 'string') return value;
   if (Array.isArray(value)) return `[${value.map(canonicalJson).join(',')}]`;
-  // Texts of JavaScript are compared by their UTF-16 code units, as RFC 8785 demands.
-  const members = [...value].sort(([one], [other]) => (one < other ? -1 : 1));
-  return `{${members.map(([name, member]) => `${JSON.stringify(name)}:${canonicalJson(member)}`).join(',')}}`;
+  let text = '{';
+  for (const { text: name, value: member } of sorted(value.members)) text += `${text === '{' ? '' : ','}${name}:${canonicalJson(member)}`;
+  return `${text}}`;
 }
 
-/** The canonical JSON of a value that a program has parsed. */
+/** The members by their names. Texts of JavaScript are compared by their UTF-16 code units, as RFC 8785 demands. */
+function sorted(members: readonly Member[]): readonly Member[] {
+  if (members.length > FEW) return [...members].sort((one, other) => (one.name < other.name ? -1 : 1));
+  const few: Member[] = [];
+  for (const member of members) {
+    let at = few.length;
+    for (; at > 0; at -= 1) {
+      const before = few[at - 1];
+      if (before === undefined || before.name < member.name) break;
+      few[at] = before;
+    }
+    few[at] = member;
+  }
+  return few;
+}
+
+/** The canonical JSON of a value that a program has parsed; without a canonical form, its JSON as the program would write it. */
 export function canonicalJsonOf(value: unknown): string {
-  return canonicalJson(parseJson(Buffer.from(JSON.stringify(value) as string | undefined ?? 'null')));
+  const text = JSON.stringify(value) as string | undefined ?? 'null';
+  try {
+    return canonicalJson(parseJson(Buffer.from(text)));
+  } catch (error) {
+    if (error instanceof Raw) return text;
+    throw error;
+  }
 }
 
 type Path = readonly string[];
@@ -282,13 +355,13 @@ function without(value: Json, paths: readonly Path[]): Json | undefined {
   if (Array.isArray(value)) {
     return value.map((item, at) => without(item, below((token) => indexOf(token) === at))).filter((item) => item !== undefined);
   }
-  if (!(value instanceof Map)) return value;
-  const kept = new Map<string, Json>();
-  for (const [name, member] of value) {
-    const rest = without(member, below((token) => token === name));
-    if (rest !== undefined) kept.set(name, rest);
+  if (typeof value === 'string') return value;
+  const kept: Member[] = [];
+  for (const member of value.members) {
+    const rest = without(member.value, below((token) => token === member.name));
+    if (rest !== undefined) kept.push({ ...member, value: rest });
   }
-  return kept;
+  return new JsonObject(kept);
 }
 
 /** The value that a path leads to, without what is excluded. */
@@ -297,7 +370,7 @@ function select(value: Json, path: Path, excluded: readonly Path[]): Json | unde
   for (const token of path) {
     if (paths.some((other) => other.length === 0)) return undefined;
     const at = indexOf(token);
-    current = current instanceof Map ? current.get(token) : Array.isArray(current) && at !== undefined ? current[at] : undefined;
+    current = current instanceof JsonObject ? current.get(token) : Array.isArray(current) && at !== undefined ? current[at] : undefined;
     if (current === undefined) return undefined;
     paths = paths.filter(([first]) => first === token).map((other) => other.slice(1));
   }
@@ -306,25 +379,25 @@ function select(value: Json, path: Path, excluded: readonly Path[]): Json | unde
 
 /** Returns true if there is a string, a number, `true` or `false` in the value. */
 function hasContent(value: Json | undefined): boolean {
-  if (value instanceof Map) return [...value.values()].some(hasContent);
-  if (Array.isArray(value)) return value.some(hasContent);
-  return value !== undefined && value !== null;
+  if (value === undefined || typeof value === 'string') return value !== undefined && value !== 'null';
+  return Array.isArray(value) ? value.some(hasContent) : value.members.some((member) => hasContent(member.value));
 }
 
-type Comparable = [tag: string, parts: Uint8Array[]];
+type Comparable = [tag: string, parts: Part[]];
 
 function jsonBody(body: Uint8Array, rules: FingerprintRules): Comparable {
   const value = parseJson(body);
+  if (rules.include.length === 0 && rules.exclude.length === 0) return ['json', [canonicalJson(value)]];
   const excluded = rules.exclude.map(pointerTokens);
   if (!rules.include.some((pointer) => hasContent(select(value, pointerTokens(pointer), excluded)))) {
     const left = without(value, excluded);
-    return ['json', [lp(canonicalJson(hasContent(left) && left !== undefined ? left : value))]];
+    return ['json', [canonicalJson(hasContent(left) && left !== undefined ? left : value)]];
   }
   const pointers = [...new Set(rules.include)].sort(compareBytes);
-  const parts: Uint8Array[] = [u64(pointers.length)];
+  const parts: Part[] = [pointers.length];
   for (const pointer of pointers) {
     const found = select(value, pointerTokens(pointer), excluded);
-    parts.push(lp(pointer), lp(found === undefined ? 'absent' : canonicalJson(found)));
+    parts.push(pointer, found === undefined ? 'absent' : canonicalJson(found));
   }
   return ['json-include', parts];
 }
@@ -333,7 +406,20 @@ function jsonBody(body: Uint8Array, rules: FingerprintRules): Comparable {
 
 function decodeForm(text: string): string {
   if (/%(?![0-9A-Fa-f]{2})/.test(text)) throw new Raw('percent');
-  return text.replaceAll('+', ' ').replace(/%(..)/g, (_, digits: string) => String.fromCharCode(parseInt(digits, 16)));
+  if (!/[%+]/.test(text)) return text;
+  const bytes = Buffer.from(text, 'latin1');
+  let end = 0;
+  for (let at = 0; at < bytes.length; at += 1) {
+    const byte = bytes[at] ?? 0;
+    if (byte === 0x25) {
+      bytes[end] = 16 * hexDigit(bytes[at + 1] ?? 0) + hexDigit(bytes[at + 2] ?? 0);
+      at += 2;
+    } else {
+      bytes[end] = byte === 0x2b ? 0x20 : byte;
+    }
+    end += 1;
+  }
+  return bytes.toString('latin1', 0, end);
 }
 
 function formBody(bytes: Buffer): Comparable {
@@ -350,8 +436,12 @@ function formBody(bytes: Buffer): Comparable {
   if (pairs.every(({ name }) => /^[ -~]*$/.test(name))) {
     pairs.sort(({ stem: one }, { stem: other }) => (one < other ? -1 : one > other ? 1 : 0));
   }
-  const latin1 = (text: string) => lp(Buffer.from(text, 'latin1'));
-  return ['form', [u64(pairs.length), ...pairs.flatMap(({ name, value }) => [latin1(name), latin1(value)])]];
+  const latin1 = (text: string) => Buffer.from(text, 'latin1');
+  return ['form', [pairs.length, ...pairs.flatMap(({ name, value }) => [latin1(name), latin1(value)])]];
+}
+
+function hexDigit(code: number): number {
+  return code <= 0x39 ? code - 0x30 : (code | 0x20) - 0x57;
 }
 
 // Multipart
@@ -367,8 +457,8 @@ function multipartBody(bytes: Buffer, boundary: string | undefined): Comparable 
   const pieces = body.split(delimiter, MAX_MULTIPART_ITEMS + 3);
   const last = pieces.at(-1);
   if (pieces.length < 2 || pieces[0] !== '' || (last !== '--' && last !== '--\r\n')) throw new Raw('delimiters');
-  const latin1 = (text: string) => lp(Buffer.from(text, 'latin1'));
-  const parts: Uint8Array[] = [u64(pieces.length - 2)];
+  const latin1 = (text: string) => Buffer.from(text, 'latin1');
+  const parts: Part[] = [pieces.length - 2];
   let items = 0;
   for (const piece of pieces.slice(1, -1)) {
     if (!piece.startsWith('\r\n') || piece.startsWith(delimiter.slice(2), 2)) throw new Raw('delimiter');
@@ -380,10 +470,10 @@ function multipartBody(bytes: Buffer, boundary: string | undefined): Comparable 
     const fields = lines.map((line) => {
       const field = HEADER_LINE.exec(line);
       if (field === null) throw new Raw('header line');
-      return [lower(field[1] ?? ''), (field[2] ?? '').replace(/^[ \t]+|[ \t]+$/g, '')] as const;
+      return [lower(field[1] ?? ''), trimmedField(field[2] ?? '')] as const;
     });
     fields.sort(([one], [other]) => (one < other ? -1 : one > other ? 1 : 0));
-    parts.push(u64(fields.length), ...fields.flatMap(([name, value]) => [latin1(name), latin1(value)]));
+    parts.push(fields.length, ...fields.flatMap(([name, value]) => [latin1(name), latin1(value)]));
     parts.push(latin1(piece.slice(end + 4)));
   }
   return ['multipart', parts];
@@ -393,7 +483,7 @@ function multipartBody(bytes: Buffer, boundary: string | undefined): Comparable 
 
 function comparable(input: FingerprintInput, rules: FingerprintRules, type: MediaType): Comparable {
   const body = bytesOf(input.body);
-  const raw: Comparable = ['raw', [lp(body)]];
+  const raw: Comparable = ['raw', [body]];
   if (rules.rawBodies || input.contentCoding !== '' || body.length === 0) return raw;
   try {
     switch (type.kind) {
@@ -417,36 +507,39 @@ export function fingerprintDigest(input: FingerprintInput, rules: FingerprintRul
   const type = mediaType(input.contentType);
   const [tag, content] = comparable(input, rules, type);
   const headers = [...input.headers].sort(([one], [other]) => compareBytes(one, other));
-  const digest = sha256(
-    lp('oncegate-fp-1'),
-    lp(input.method),
-    lp(input.authority ?? ''),
-    lp(input.target),
-    lp(Buffer.from(type.name, 'latin1')),
-    lp(tag),
-    lp(lower(input.contentCoding)),
-    u64(headers.length),
-    ...headers.flatMap(([name, value]) => [lp(name), lp(value)]),
+  const digest = digestOf([
+    'oncegate-fp-1',
+    input.method,
+    input.authority ?? '',
+    input.target,
+    Buffer.from(type.name, 'latin1'),
+    tag,
+    lower(input.contentCoding),
+    headers.length,
+    ...headers.flat(),
     ...content,
-  );
+  ]);
   return { tag, digest };
 }
 
 /** The digest of a list of parts, for operations that are no HTTP requests. */
 export function partsDigest(domain: string, parts: readonly (string | Uint8Array)[]): Buffer {
-  return sha256(lp('oncegate-fp-parts-1'), lp(domain), ...parts.map(lp));
+  return digestOf(['oncegate-fp-parts-1', domain, ...parts]);
 }
 
 /** A fingerprint as stores have it: the version and the digest, 33 bytes. */
 export function versioned(digest: Uint8Array): Buffer {
-  return Buffer.concat([Buffer.of(1), digest]);
+  const fingerprint = Buffer.allocUnsafe(1 + digest.length);
+  fingerprint[0] = 1;
+  fingerprint.set(digest, 1);
+  return fingerprint;
 }
 
 /** The reason why a body has no natural key. */
 export type NoNaturalKey = { reason: 'not-json' } | { reason: 'missing'; member: string };
 
 /** The key that is built from members of a JSON body. */
-export function naturalKey(members: readonly string[], contentType: Uint8Array, body: Uint8Array): string | NoNaturalKey {
+export function naturalKey(members: readonly string[], contentType: string | Uint8Array, body: Uint8Array): string | NoNaturalKey {
   if (mediaType(contentType).kind !== 'json') return { reason: 'not-json' };
   let value: Json;
   try {
@@ -455,11 +548,11 @@ export function naturalKey(members: readonly string[], contentType: Uint8Array, 
     return { reason: 'not-json' };
   }
   const pointers = [...new Set(members)].sort(compareBytes);
-  const parts: Uint8Array[] = [];
+  const parts: Part[] = [];
   for (const pointer of pointers) {
     const found = select(value, pointerTokens(pointer), []);
     if (found === undefined) return { reason: 'missing', member: pointer };
-    parts.push(lp(pointer), lp(canonicalJson(found)));
+    parts.push(pointer, canonicalJson(found));
   }
-  return `json-${sha256(lp('oncegate-natural-key-1'), u64(pointers.length), ...parts).toString('hex')}`;
+  return `json-${digestOf(['oncegate-natural-key-1', pointers.length, ...parts]).toString('hex')}`;
 }

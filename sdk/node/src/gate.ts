@@ -1,19 +1,29 @@
 // The middleware without a framework: what becomes of a request, and of the response of its handler.
+import * as cluster from 'node:cluster';
+import type { Server, ServerResponse } from 'node:http';
+import { Moment } from './clocks.js';
 import { downstreamKey } from './identity.js';
-import { Engine, type Permit, type Settled } from './engine.js';
-import { differsInHostOnly, passes, readHead, readWhole, tooLarge, type KeyedRequest, type RequestHead, canonicalPath } from './request.js';
+import { Ids, type IdSecret } from './ids.js';
+import { Engine, NotFreeError, reasonOf, wasReached, type Permit, type Settled } from './engine.js';
+import { differsInHostOnly, isBehindSidecar, passes, sidecarRecord, readHead, readWhole, tooLarge, type KeyedRequest, type RequestHead, canonicalPath } from './request.js';
 import { addedFields, refusalResponse, withFields, type Refusal, type WireResponse } from './refusal.js';
 import { CorruptRecordError, decodeResponse, encodeResponse, type StoredField } from './response.js';
 import { keptFields, replayedFields } from './headers.js';
 import { isSealed } from './seal.js';
-import { readSettings, durationMs, sizeBytes, SettingsError, type Duration, type IdempotencyOptions, type Settings, type Size } from './settings.js';
-import { SealedError, StoreFullError, type Store } from './store.js';
+import { checkService, readSettings, durationMs, shown, sizeBytes, SettingsError, type Duration, type IdempotencyOptions, type Settings, type Size } from './settings.js';
+import { SealedError, StoreFullError, StoreSetupError, type RecordView, type Store } from './store.js';
+import { didYouMean } from './words.js';
 
 /** What all middleware of a process shares: the store, and the limits. */
 export interface OncegateOptions {
   store: Store;
   /** The name of the service. Required for a store on a server: services with different names never share keys. */
   service?: string;
+  /**
+   * The id secret of the store: an `IdSecret`, or the text that `oncegate id-secret new` prints. A store belongs to one for its whole
+   * life, or to none, and all programs on it have the same one.
+   */
+  idSecret?: string | IdSecret | undefined;
   /** The longest time for one command to the store. 2 s by default. */
   storeTimeout?: Duration;
   /** The most requests with a key that run at the same time. 2048 by default. */
@@ -57,8 +67,13 @@ export function attemptOfPermit(permit: Permit, key: string): Attempt {
   };
 }
 
+/** The value that a body parser has made of a body, as JSON. */
+export interface ParsedBody {
+  parsed: Buffer;
+}
+
 /** A body, or why there is none. */
-export type BodyRead = Buffer | 'too-large' | 'incomplete' | 'budget';
+export type BodyRead = Buffer | ParsedBody | 'too-large' | 'incomplete' | 'budget';
 
 /** Reads a whole body. `hold` reserves memory; false: it is used up. */
 export type BodyReader = (limit: number, timeoutMs: number, hold: (bytes: number) => boolean) => Promise<BodyRead>;
@@ -67,7 +82,7 @@ export type Admission =
   /** Goes to the handler without protection. With fields that the response gets. */
   | { kind: 'pass'; fields: readonly StoredField[] }
   | { kind: 'respond'; response: WireResponse }
-  | { kind: 'execute'; execution: Execution; body: Buffer };
+  | { kind: 'execute'; execution: Execution };
 
 export interface ResponseHead {
   status: number;
@@ -85,51 +100,120 @@ const RESPONSE_BUDGET_USED_UP =
 const REUSED_MEMBERS =
   'The key of this operation is built from members of its JSON body. Another request had the same members and differed in other ' +
   'parts. Nothing was executed. A request for another operation must differ in these members.';
+const SAME_RECORD =
+  'Nothing was executed. A sidecar of Oncegate in front of the service and the service itself use one store and one name of the service, ' +
+  'so each waits for the other. The operator of the service has to leave the protection to one of them.';
 const STORE_FULL =
   'The store takes no new keys at the moment: it is full, it cannot write, or too many earlier requests have no recorded end yet. ' +
   'Requests with keys that it already has may still be answered. Nothing was executed. Send the same request with the same key later.';
+
+const STORE_PAUSES =
+  'The store takes no new keys at the moment. Nothing was executed. Send the same request with the same key later.';
+
+const OPTIONS: ReadonlySet<string> = new Set<keyof OncegateOptions>([
+  'store', 'service', 'idSecret', 'storeTimeout', 'maxInFlight', 'maxInFlightPerCaller', 'requestBudget', 'responseBudget', 'warn',
+]);
+const COMMANDS = ['claim', 'renew', 'complete', 'release', 'lookup'] as const;
+
+/** Checks what a service in JavaScript may have written, and returns its store. */
+function checkedStore(options: unknown): Store {
+  const given = (typeof options === 'object' ? (options ?? {}) : {}) as Readonly<Record<string, unknown>>;
+  for (const name of Object.keys(given)) {
+    if (!OPTIONS.has(name)) throw new SettingsError(`there is no option ${JSON.stringify(name)} of Oncegate${didYouMean(name, OPTIONS)}`);
+  }
+  const store = (given['store'] ?? undefined) as Partial<Store> | undefined;
+  if (store === undefined || COMMANDS.some((name) => typeof store[name] !== 'function')) {
+    throw new SettingsError('store: give a store, such as `new PostgresStore(pool)`, `new RedisStore(client)` or `new MemoryStore()`');
+  }
+  return store as Store;
+}
+
+function positive(name: string, value: unknown): number {
+  if (!Number.isSafeInteger(value) || (value as number) < 1) throw new SettingsError(`${name}: ${shown(value)} is not a whole number from 1`);
+  return value as number;
+}
 
 /** The part that all middleware of a process shares. */
 export class Oncegate {
   readonly engine: Engine;
   readonly service: string | undefined;
+  /** @internal */
+  readonly ids: Ids;
   private readonly maxInFlight: number;
   private readonly maxInFlightPerCaller: number;
   private readonly requestBudget: number;
   private readonly responseBudget: number;
   private readonly callers = new Map<string, number>();
+  private readonly advised = new Set<string>();
+  /** @internal */
+  isShuttingDown = false;
   private inFlight = 0;
   private requestBytes = 0;
   private responseBytes = 0;
 
   constructor(options: OncegateOptions) {
-    const { store, service } = options;
-    if (service === undefined && store.name !== 'memory') {
-      throw new SettingsError('service: a store on a server is shared; name your service, so that others do not share its keys');
-    }
-    if (service !== undefined && !/^[!-~]{1,100}$/.test(service)) {
-      throw new SettingsError('service: write 1 to 100 visible ASCII characters without spaces');
-    }
+    const store = checkedStore(options);
+    const { service } = options;
+    if (service !== undefined || store.name !== 'memory') checkService(service, 'a store on a server is shared');
     this.service = service;
+    this.ids = Ids.of(options.idSecret);
     this.engine = new Engine({
       store,
+      ids: this.ids,
       storeTimeoutMs: durationMs('storeTimeout', options.storeTimeout ?? '2s', 10, 600_000),
       ...(options.warn === undefined ? {} : { warn: options.warn }),
     });
-    this.maxInFlight = options.maxInFlight ?? 2048;
-    this.maxInFlightPerCaller = options.maxInFlightPerCaller ?? 1024;
+    if (store.name === 'memory' && (cluster as { isWorker?: boolean }).isWorker === true) {
+      this.engine.advise(
+        'MemoryStore in a worker of a cluster: each worker has its own records, so a key has one effect in each of them; use ' +
+          'PostgresStore or RedisStore',
+      );
+    }
+    this.maxInFlight = positive('maxInFlight', options.maxInFlight ?? 2048);
+    this.maxInFlightPerCaller = positive('maxInFlightPerCaller', options.maxInFlightPerCaller ?? 1024);
     this.requestBudget = sizeBytes('requestBudget', options.requestBudget ?? '256MiB', 1024 ** 4);
     this.responseBudget = sizeBytes('responseBudget', options.responseBudget ?? '256MiB', 1024 ** 4);
   }
 
   /** A gate with these settings. Make one for each route that differs. */
   gate(options: IdempotencyOptions = {}): Gate {
-    return new Gate(this, readSettings(options));
+    const settings = readSettings(options);
+    for (const warning of settings.warnings) this.engine.advise(warning);
+    return new Gate(this, settings);
   }
 
-  /** Accepts no more requests with a key, and waits for those that run: call it on SIGTERM. True if all have ended. */
+  /**
+   * Ends a server of Node without a failed request: call it on SIGTERM, and then end the process. It takes no more connections, closes
+   * each one after its response, and waits until all requests have ended and their ends are stored. True if all have.
+   */
+  async shutdown(server: Server, timeout: Duration = '30s'): Promise<boolean> {
+    const timeoutMs = durationMs('shutdown', timeout, 0, 3_600_000);
+    const begun = Moment.now();
+    this.isShuttingDown = true;
+    // A connection that is kept alive would bring requests as long as its client has some.
+    server.prependListener('request', (_, response: ServerResponse) => { response.shouldKeepAlive = false; });
+    let timers: (NodeJS.Timeout | undefined)[] = [];
+    const closed = await Promise.race([
+      new Promise<boolean>((resolve) => { server.close(() => { resolve(true); }); }),
+      new Promise<boolean>((resolve) => {
+        const late = setTimeout(() => { resolve(false); }, timeoutMs);
+        timers = [late, setInterval(() => { server.closeIdleConnections(); }, 50)];
+      }),
+    ]);
+    for (const timer of timers) clearTimeout(timer);
+    return (await this.engine.drain(Math.max(0, timeoutMs - begun.age()))) && closed;
+  }
+
+  /** Accepts no more requests with a key, and waits for those that run. True if all have ended. See also {@link shutdown}. */
   drain(timeout: Duration = '30s'): Promise<boolean> {
     return this.engine.drain(durationMs('drain', timeout, 0, 3_600_000));
+  }
+
+  /** @internal Reports a warning about the way of requests, once. */
+  adviseOnce(message: string): void {
+    if (this.advised.has(message)) return;
+    this.advised.add(message);
+    this.engine.advise(message);
   }
 
   /** @internal */
@@ -181,19 +265,24 @@ export class Gate {
     return passes(this.settings, head);
   }
 
-  /** True if requests with this method are covered. */
-  covers(method: string): boolean {
-    return this.settings.methods.includes(method.toUpperCase());
-  }
-
   async admit(head: RequestHead, readBody: BodyReader): Promise<Admission> {
     const { settings, shared } = this;
     if (passes(settings, head)) return { kind: 'pass', fields: [] };
+    if (isBehindSidecar(head)) {
+      shared.adviseOnce(
+        'a sidecar of Oncegate is in front of this service, and its requests meet the middleware of the service, too: both keep a record ' +
+          'of each. Leave the protection to one of them',
+      );
+    }
     const early = readHead(settings, head);
     let echo = early.echo;
     const refuse = (refusal: Refusal, record?: Buffer): Admission => {
       const response = refusalResponse(settings, refusal, record);
-      return { kind: 'respond', response: { ...response, headers: withFields(response.headers, echo === undefined ? [] : [echo]) } };
+      const more = [...(echo === undefined ? [] : [echo]), ...forSidecar(head)];
+      if (refusal.condition === 'scope-not-set') {
+        shared.engine.warn(`a request was refused: ${refusal.detail ?? refusal.condition}`, 'scope');
+      }
+      return { kind: 'respond', response: { ...response, headers: withFields(response.headers, more) } };
     };
     const overloaded = (detail: string) => refuse({ condition: 'overloaded', detail, retryAfter: 1 });
     if (early.refusal !== undefined) return refuse(early.refusal);
@@ -210,13 +299,17 @@ export class Gate {
       if (body === 'too-large') return refuse(tooLarge(settings.maxRequestBody));
       if (body === 'incomplete') return refuse({ condition: 'request-incomplete' });
       if (body === 'budget') return overloaded(REQUEST_BUDGET_USED_UP);
-      const read = readWhole(settings, shared.service, head, early, body);
+      const read = readWhole(settings, shared, head, early, body);
       echo = read.echo;
       const { request } = read;
       if (request === 'passes') return { kind: 'pass', fields: [] };
       if ('refused' in request) return refuse(request.refused);
       leave = shared.enter(settings.scope.parts.length === 0 ? undefined : request.caller.toString('latin1'));
       if (leave === undefined) return overloaded(TOO_MANY);
+      if (sidecarRecord(head) === request.id.toString('hex')) {
+        shared.engine.warn('a sidecar of Oncegate and this service have the same record for a request, which was refused', 'sidecar');
+        return refuse({ condition: 'store-unavailable', detail: SAME_RECORD, retryAfter: 30 }, request.id);
+      }
       const claimed = await this.claim(request);
       if ('condition' in claimed) return refuse(claimed, request.id);
       if ('failedOpen' in claimed) {
@@ -228,7 +321,7 @@ export class Gate {
         return { kind: 'respond', response: replay(settings, claimed.response, echo) };
       }
       isExecuting = true;
-      return { kind: 'execute', execution: new Execution(this, claimed.permit, request, head, echo, leave), body };
+      return { kind: 'execute', execution: new Execution(this, claimed.permit, request, head, echo, leave) };
     } finally {
       if (!isExecuting) leave?.();
       shared.holdRequest(-held);
@@ -256,16 +349,32 @@ export class Gate {
         case 'mismatch':
           return await this.mismatch(request);
         case 'unknown':
+          shared.engine.warnOf(request.id, 'the outcome of an earlier attempt is unknown, so a retry was refused; an operator decides');
           return { condition: 'outcome-unknown' };
         case 'unreplayable':
           return { condition: 'replay-unavailable' };
       }
     } catch (error) {
-      if (error instanceof CorruptRecordError) return { condition: 'record-corrupt' };
-      if (error instanceof SealedError) return { condition: 'response-sealed', retryAfter: 30 };
-      if (error instanceof StoreFullError) return { condition: 'store-unavailable', detail: STORE_FULL, retryAfter: 30 };
-      shared.engine.warn(`a claim failed: ${(error as Error).name}`);
-      if (settings.failsOpen && (error as Error).name !== 'StoreSetupError') return { failedOpen: true };
+      if (error instanceof CorruptRecordError) {
+        shared.engine.warnOf(request.id, 'it cannot be read');
+        return { condition: 'record-corrupt' };
+      }
+      if (error instanceof SealedError) {
+        shared.engine.warn(`a stored response cannot be opened: ${error.message}`, 'sealed');
+        return { condition: 'response-sealed', retryAfter: 30 };
+      }
+      if (error instanceof StoreFullError) {
+        if (error.isPassing) {
+          shared.engine.warn(`a claim was refused, because the store takes no keys at the moment: ${error.message}`, 'full');
+          return { condition: 'store-unavailable', detail: STORE_PAUSES, retryAfter: 1 };
+        }
+        shared.engine.warn(`a claim was refused, because the store is full: ${error.message}`, 'full');
+        return { condition: 'store-unavailable', detail: STORE_FULL, retryAfter: 30 };
+      }
+      const isSetup = error instanceof StoreSetupError;
+      shared.engine.warn(`a claim failed: ${isSetup ? error.message : reasonOf(error)}`, 'claim');
+      // A store that was reached is no outage, and what this process executes or has executed is not executed again.
+      if (settings.failsOpen && !isSetup && !(error instanceof NotFreeError) && !wasReached(error)) return { failedOpen: true };
       return { condition: 'store-unavailable', retryAfter: 1 };
     }
   }
@@ -273,13 +382,33 @@ export class Gate {
   /** If only the host differs, the client may have sent one request to two addresses of the service. */
   private async mismatch(request: KeyedRequest): Promise<Refusal> {
     if (this.settings.authority === 'compare') {
-      const record = await this.shared.engine.store.lookup(request.id);
-      if (record !== undefined && differsInHostOnly(record.fingerprint, request.fingerprint)) return { condition: 'host-differs' };
+      let record: RecordView | undefined;
+      try {
+        record = await this.shared.engine.lookup(request.id);
+      } catch (error) {
+        // The store has refused the request already.
+        throw new NotFreeError(reasonOf(error));
+      }
+      if (record !== undefined && differsInHostOnly(record.fingerprint, request.fingerprint)) {
+        this.shared.engine.warn(
+          'a retry differs from its first request in its host only, and was refused: if these hosts are one service, set `authority` to "ignore"',
+          'host',
+        );
+        return { condition: 'host-differs' };
+      }
     }
     return this.settings.naturalKey === undefined
       ? { condition: 'key-reused' }
       : { condition: 'key-reused', detail: REUSED_MEMBERS };
   }
+}
+
+/**
+ * What a sidecar in front of the service needs to know of a refusal: it is no outcome, and the key is free for a retry. The record of the
+ * service decides then.
+ */
+function forSidecar(head: RequestHead): StoredField[] {
+  return isBehindSidecar(head) ? [['idempotency-store', 'release']] : [];
 }
 
 /** Nearly every request ends within a second, and one that has been running for some time will most likely run as long again. */
@@ -300,8 +429,8 @@ const DIRECTIVES: ReadonlySet<string> = new Set<Fate>(['replay', 'release', 'tom
 
 /** One execution of a handler under a key. It ends once. */
 export class Execution {
-  readonly attempt: Attempt;
   private readonly settings: Settings;
+  private shownAttempt: Attempt | undefined;
   private isEnded = false;
 
   /** @internal */
@@ -314,7 +443,15 @@ export class Execution {
     private readonly leave: () => void,
   ) {
     this.settings = gate.settings;
-    this.attempt = attemptOfPermit(permit, request.key);
+  }
+
+  get attempt(): Attempt {
+    this.shownAttempt ??= attemptOfPermit(this.permit, this.request.key);
+    return this.shownAttempt;
+  }
+
+  get owner(): Oncegate {
+    return this.gate.shared;
   }
 
   get maxResponseBody(): number {
@@ -329,6 +466,14 @@ export class Execution {
     this.gate.shared.holdResponse(bytes);
   }
 
+  get isLastOfConnection(): boolean {
+    return this.gate.shared.isShuttingDown;
+  }
+
+  warn(message: string): void {
+    this.gate.shared.engine.warn(message, 'response');
+  }
+
   /** True if the body of such a response has no end that could be waited for. */
   isEndless({ status, headers }: ResponseHead): boolean {
     const essence = (headers.find(([name]) => name === 'content-type')?.[1] ?? '').split(';', 1)[0]?.trim().toLowerCase() ?? '';
@@ -341,7 +486,20 @@ export class Execution {
   }
 
   /** Stores the response, and returns what the client gets. Without a body: it is streamed, and cannot be replayed. */
-  async finish(response: ResponseHead, body: Buffer | undefined): Promise<WireResponse> {
+  finish(response: ResponseHead, body: Buffer | undefined): Promise<WireResponse> {
+    return this.end(response, body, body);
+  }
+
+  /** The end of a handler whose response has another length than it announced: it is done, and its response is not replayed. */
+  finishIncomplete(response: ResponseHead, body: Buffer, declared: number): Promise<WireResponse> {
+    this.gate.shared.engine.warnOf(
+      this.request.id,
+      `its response announced ${String(declared)} bytes and has ${String(body.length)}, so it is not replayed`,
+    );
+    return this.end(response, undefined, body);
+  }
+
+  private async end(response: ResponseHead, body: Buffer | undefined, sent: Buffer | undefined): Promise<WireResponse> {
     const { settings } = this;
     const { profile } = settings;
     const { status } = response;
@@ -364,19 +522,27 @@ export class Execution {
     headers = headers.filter(([name]) => name !== settings.replayMarker[0]);
     const marks: StoredField[] = settled === 'done' ? [] : [['idempotency-status', settled]];
     if (this.echo !== undefined) marks.push(this.echo);
-    return { status, headers: withFields(headers, marks), body: body ?? Buffer.alloc(0) };
+    // What the handler says of its response is for the sidecar, too.
+    if (directive !== undefined && isBehindSidecar(this.head)) marks.push(['idempotency-store', directive]);
+    return { status, headers: withFields(headers, marks), body: sent ?? Buffer.alloc(0) };
+  }
+
+  /** Frees the key of a handler that did not begin. */
+  async release(): Promise<void> {
+    await this.settle('release', undefined);
   }
 
   /** The end of a handler without a response: the outcome is unknown, or the key is free, as the settings say. */
-  async fail(mayStillRun = false): Promise<WireResponse> {
+  async fail(why: string, mayStillRun = false): Promise<WireResponse> {
     const releases = this.settings.serverErrors === 'release' && !mayStillRun;
+    if (!releases && !this.isEnded) this.gate.shared.engine.warnOf(this.request.id, `the outcome is unknown: ${why}`);
     await this.settle(releases ? 'release' : 'unknown', undefined);
     const { headers, ...response } = refusalResponse(
       this.settings,
       { condition: releases ? 'handler-failed' : 'outcome-unknown' },
       this.request.id,
     );
-    return { ...response, headers: withFields(headers, this.echo === undefined ? [] : [this.echo]) };
+    return { ...response, headers: withFields(headers, [...(this.echo === undefined ? [] : [this.echo]), ...forSidecar(this.head)]) };
   }
 
   private async settle(fate: Fate, stored: Buffer | undefined): Promise<Settled> {

@@ -9,6 +9,11 @@ const KEPT: ReadonlySet<string> = new Set(LISTS.kept);
 /** Fields that are never kept, even if they are configured: hop-by-hop, recomputed, secret, temporary, or names of one request. */
 const NEVER: ReadonlySet<string> = new Set(LISTS.never);
 
+/** Returns true if records keep a field of this name. */
+export function isKept(name: string): boolean {
+  return KEPT.has(name);
+}
+
 export function isNeverKept(name: string): boolean {
   return NEVER.has(name) || LISTS.never_prefixes.some((prefix) => name.startsWith(prefix));
 }
@@ -19,6 +24,11 @@ export function keptFields(fields: readonly StoredField[], more: ReadonlySet<str
     fields.filter(([name]) => name === 'connection').flatMap(([, value]) => value.split(',').map((token) => token.trim().toLowerCase())),
   );
   return fields.filter(([name]) => (KEPT.has(name) || more.has(name)) && !nominated.has(name));
+}
+
+/** Returns true if a field that middleware in front has set belongs to this request, and not to the response that is sent now. */
+export function isOfRequest(name: string): boolean {
+  return name === 'vary' || !(KEPT.has(name) || name === 'content-length' || name === 'transfer-encoding' || name === 'trailer' || name.startsWith('idempot'));
 }
 
 /** The fields of a stored response that are replayed: a service that completes its record itself may have put any field there. */
@@ -80,7 +90,7 @@ export function hyphenated(name: string): string {
 
 /** Returns true if two names differ, and are equal to a service that treats `_` as `-`. */
 export function isOtherSpelling(one: string, other: string): boolean {
-  return one !== other && hyphenated(one) === hyphenated(other);
+  return one.length === other.length && one !== other && hyphenated(one) === hyphenated(other);
 }
 
 const OVERRIDES = new Set([

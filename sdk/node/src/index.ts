@@ -26,10 +26,11 @@ export {
 } from './store.js';
 export { CorruptRecordError, decodeResponse, encodeResponse, type StoredField, type StoredResponse } from './response.js';
 export { StoreUnavailableError } from './engine.js';
+export { IdSecret } from './ids.js';
 export { derivedKey, downstreamKey } from './identity.js';
 export { PostgresStore, type Queryable } from './postgres.js';
 export { RedisStore, type RedisClient, type RedisSend, type RedisStoreOptions } from './redis.js';
-export { Keyring, SealedStore, type SealedStoreOptions } from './seal.js';
+export { Keyring, SealedStore, type SealedStoreOptions, type SealOptions } from './seal.js';
 export {
   Client,
   OpenOutcomeError,
@@ -47,6 +48,7 @@ export {
   idempotent,
   sidecarAttempt,
   transaction,
+  type Caller,
   type FunctionErrorKind,
   type FunctionOptions,
   type SidecarAttempt,

@@ -1,4 +1,5 @@
 // Reads the key of a request from its header field.
+import { trimmedField } from './bytes.js';
 import { isOtherSpelling } from './headers.js';
 import type { StoredField } from './response.js';
 import type { Settings } from './settings.js';
@@ -32,7 +33,7 @@ const SF_STRING_ITEM = new RegExp(`^(${SF_STRING})(?:; *[a-z*][a-z0-9_\\-.*]*(?:
 
 /** Reads the value of a field; values are bytes as a `latin1` text. */
 export function parseKey(settings: Settings, value: string): string | KeyFault {
-  const field = value.replace(/^[ \t]+|[ \t]+$/g, '');
+  const field = trimmedField(value);
   if (field === '') return { fault: 'empty' };
   if (settings.keySyntax === 'raw') {
     let text: string;

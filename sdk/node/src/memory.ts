@@ -36,20 +36,20 @@ export class MemoryStore implements Store {
 
   claim(id: Buffer, claim: Claim): Promise<ClaimReply> {
     return this.run(() => {
-      const key = id.toString('hex');
+      const key = id.toString('latin1');
       this.purgeSome();
       if (!this.records.has(key) && (this.records.size >= this.maxRecords || this.bytes >= this.maxBytes)) {
         throw new StoreFullError('the store in memory has no space for new keys; raise maxRecords or maxBytes');
       }
       const outcome = this.apply(key, {
         command: 'claim',
-        attempt: claim.attempt.toString('hex'),
-        fingerprint: claim.fingerprint.toString('hex'),
+        attempt: claim.attempt.toString('latin1'),
+        fingerprint: claim.fingerprint.toString('latin1'),
         leaseMs: claim.leaseMs,
         retentionMs: claim.retentionMs,
         onAbandoned: claim.onAbandoned,
-        caller: claim.caller.toString('hex'),
-        keyTag: claim.keyTag.toString('hex'),
+        caller: claim.caller.toString('latin1'),
+        keyTag: claim.keyTag.toString('latin1'),
         operation: claim.operation,
       });
       switch (outcome.outcome) {
@@ -89,21 +89,24 @@ export class MemoryStore implements Store {
 
   lookup(id: Buffer): Promise<RecordView | undefined> {
     return this.run(() => {
-      const record = this.records.get(id.toString('hex'));
+      const record = this.records.get(id.toString('latin1'));
       if (record === undefined || record.expiresAt <= this.now()) return undefined;
       return {
         state: record.state,
-        fingerprint: Buffer.from(record.fingerprint, 'hex'),
+        fingerprint: Buffer.from(record.fingerprint, 'latin1'),
         token: String(record.token),
-        attempt: record.attempt === '' ? undefined : Buffer.from(record.attempt, 'hex'),
+        attempt: record.attempt === '' ? undefined : Buffer.from(record.attempt, 'latin1'),
         byOperator: record.byOperator,
         response: record.response,
+        operation: record.operation,
+        leaseUntil: record.state === 'in-progress' ? record.leaseUntil : undefined,
+        expiresAt: record.expiresAt,
       };
     });
   }
 
   private own(id: Buffer, command: Command): Promise<OwnerReply> {
-    return this.run(() => (this.apply(id.toString('hex'), command).outcome === 'fenced' ? 'fenced' : 'done'));
+    return this.run(() => (this.apply(id.toString('latin1'), command).outcome === 'fenced' ? 'fenced' : 'done'));
   }
 
   private run<T>(work: () => T): Promise<T> {

@@ -1,8 +1,11 @@
 // What a request is: one that passes, one that is refused, or one with a record.
 import { gunzipSync, inflateRawSync, inflateSync, type InputType, type ZlibOptions } from 'node:zlib';
-import { type FingerprintInput, fingerprintDigest, naturalKey, partsDigest, versioned } from './fingerprint.js';
+import { trimmedField } from './bytes.js';
+import { type FingerprintInput, fingerprintDigest, mediaType, naturalKey, partsDigest, versioned } from './fingerprint.js';
 import { isOtherSpelling, isOverride } from './headers.js';
-import { callerTag, keyTag, recordId } from './identity.js';
+import { recordId } from './identity.js';
+import type { ParsedBody } from './gate.js';
+import type { Ids } from './ids.js';
 import { explainKeyFault, hasOtherSpelling, keyInHeaders, type KeyFault } from './key.js';
 import { conditionOf, type Refusal } from './refusal.js';
 import type { StoredField } from './response.js';
@@ -15,6 +18,8 @@ export interface RequestHead {
   /** As it was sent: a path and a query, or an absolute URL. Bytes as a `latin1` text. */
   target: string;
   headers: readonly StoredField[];
+  /** The request of the framework, for functions that identify the caller. */
+  source?: unknown;
 }
 
 /** A request that is executed at most once. */
@@ -55,6 +60,15 @@ export function authorityOf(head: RequestHead): string {
 /** The value of a field with all its lines: it is not known which one the service reads. */
 function field(head: RequestHead, name: string): string {
   return head.headers.filter(([own]) => own === name).map(([, value]) => value).join(', ');
+}
+
+/** The record under which a sidecar of Oncegate sends a request; undefined without one. A client may have written it. */
+export function sidecarRecord(head: RequestHead): string | undefined {
+  return head.headers.find(([name]) => name === 'oncegate-record')?.[1];
+}
+
+export function isBehindSidecar(head: RequestHead): boolean {
+  return sidecarRecord(head) !== undefined;
 }
 
 /** One spelling for all spellings of a path. */
@@ -141,7 +155,7 @@ const DECODED_FREE = 64 * 1024;
 function decodeBody(head: RequestHead, body: Buffer, max: number): DecodedBody {
   const lines = head.headers.filter(([name]) => name === 'content-encoding');
   if (lines.length > 1) return { bytes: body, coding: field(head, 'content-encoding') };
-  const coding = (lines[0]?.[1] ?? '').replace(/^[ \t]+|[ \t]+$/g, '');
+  const coding = trimmedField(lines[0]?.[1] ?? '');
   const limit = Math.min(max, Math.max(body.length * MAX_DECODED_RATIO, DECODED_FREE));
   const decoders: ((body: InputType, options: ZlibOptions) => Buffer)[] = [];
   switch (coding.toLowerCase()) {
@@ -192,15 +206,16 @@ export type ReadRequest = KeyedRequest | { refused: Refusal; echo?: StoredField 
 /** The record of a request whose body was read. */
 export function readWhole(
   settings: Settings,
-  service: string | undefined,
+  { service, ids }: { service: string | undefined; ids: Ids },
   head: RequestHead,
   early: EarlyRequest,
-  body: Buffer,
+  body: Buffer | ParsedBody,
 ): { request: ReadRequest; echo: StoredField | undefined } {
-  const decoded = decodeBody(head, body, settings.maxRequestBody);
+  const isParsed = 'parsed' in body;
+  const decoded = isParsed ? { bytes: body.parsed, coding: '' } : decodeBody(head, body, settings.maxRequestBody);
   let { key, caller, echo } = early;
   if (key === undefined) {
-    const built = builtKey(settings, head, decoded);
+    const built = builtKey(settings, head, decoded, isParsed);
     if ('refusal' in built) {
       const isNeeded = settings.requireKey || built.refusal.condition !== 'key-missing';
       return { request: isNeeded ? { refused: built.refusal } : 'passes', echo };
@@ -221,12 +236,12 @@ export function readWhole(
   const scoped = settings.keyScopeHeaders.flatMap((name) => [name, Buffer.from(fieldInAnySpelling(head, name), 'latin1')]);
   return {
     request: {
-      id: recordId(service, caller, [...endpoint, ...scoped], key),
+      id: ids.record(recordId(service, caller, [...endpoint, ...scoped], key)),
       key,
-      fingerprint: fingerprintOf(settings, head, target, path, decoded),
+      fingerprint: fingerprintOf(settings, ids, head, target, path, decoded, isParsed),
       caller,
-      callerTag: callerTag(caller),
-      keyTag: keyTag(key),
+      callerTag: ids.callerTag(caller),
+      keyTag: ids.keyTag(key),
       operation: cut(`${method} ${path}`),
     },
     echo,
@@ -246,7 +261,7 @@ function fieldInAnySpelling(head: RequestHead, name: string): string {
   return head.headers.filter(([own]) => own === name || isOtherSpelling(own, name)).map(([, value]) => value).join(', ');
 }
 
-function builtKey(settings: Settings, head: RequestHead, decoded: DecodedBody): { key: string } | { refusal: Refusal } {
+function builtKey(settings: Settings, head: RequestHead, decoded: DecodedBody, isParsed: boolean): { key: string } | { refusal: Refusal } {
   const members = settings.naturalKey ?? [];
   const unreadable = { refusal: invalidKey(settings, { fault: 'unreadable' }) };
   const missing = (why: string): { refusal: Refusal } => ({
@@ -257,7 +272,9 @@ function builtKey(settings: Settings, head: RequestHead, decoded: DecodedBody): 
   });
   if (decoded.coding !== '' && decoded.bytes.length > 0) return unreadable;
   const contentType = field(head, 'content-type');
-  if (!mayBeJson(contentType, decoded.bytes)) return missing('the body is no JSON that every program reads alike');
+  // A parser makes members of the fields of a form.
+  const isForm = isParsed && /^\s*(?:application\/x-www-form-urlencoded|multipart\/form-data)\b/i.test(contentType);
+  if (isForm || !mayBeJson(contentType, decoded.bytes)) return missing('the body is no JSON that every program reads alike');
   // It is read whatever its type, unless the type names another charset.
   const semicolon = contentType.indexOf(';');
   const type = `application/json${semicolon < 0 ? '' : contentType.slice(semicolon)}`;
@@ -266,7 +283,15 @@ function builtKey(settings: Settings, head: RequestHead, decoded: DecodedBody): 
   return key.reason === 'not-json' ? unreadable : missing(`the body has no member ${key.member}`);
 }
 
-function fingerprintOf(settings: Settings, head: RequestHead, target: Target, path: string, decoded: DecodedBody): Buffer {
+function fingerprintOf(
+  settings: Settings,
+  ids: Ids,
+  head: RequestHead,
+  target: Target,
+  path: string,
+  decoded: DecodedBody,
+  isParsed: boolean,
+): Buffer {
   const values = (isOwn: (name: string) => boolean) =>
     head.headers.filter(([name]) => isOwn(name)).map(([name, value]) => [name, Buffer.from(value, 'latin1')] as const);
   const query = target.whole.slice(target.path.length);
@@ -278,17 +303,21 @@ function fingerprintOf(settings: Settings, head: RequestHead, target: Target, pa
     contentCoding: '',
     body: Buffer.alloc(0),
   };
+  let { rules } = settings;
   if (settings.comparesBody) {
     input.contentType = Buffer.from(field(head, 'content-type'), 'latin1');
     input.contentCoding = decoded.coding;
     input.body = decoded.bytes;
+    // It is JSON, whatever the type of the body was: decoded a second time as a form, different values would look alike.
+    if (isParsed && mediaType(input.contentType).kind !== 'json') rules = { ...rules, rawBodies: true };
   }
-  const { digest } = fingerprintDigest(input, settings.rules);
+  const fingerprint = ids.fingerprint(versioned(fingerprintDigest(input, rules).digest));
   if (settings.authority === 'compare') {
-    const host = partsDigest('host', [authorityOf(head)]);
-    host.copy(digest, 32 - HOST_BYTES, 32 - HOST_BYTES);
+    const host = ids.fingerprint(versioned(partsDigest('host', [authorityOf(head)])));
+    const start = host.length - HOST_BYTES;
+    host.copy(fingerprint, start, start);
   }
-  return versioned(digest);
+  return fingerprint;
 }
 
 /** The detail of the refusal of a body that is too large. */

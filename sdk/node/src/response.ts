@@ -19,21 +19,26 @@ export const MAX_HEADER_FIELDS = 128;
 export function encodeResponse(response: StoredResponse): Buffer | undefined {
   const { status, headers, trailers, body } = response;
   if (status < 200 || status > 999 || headers.length > MAX_HEADER_FIELDS || trailers.length > MAX_HEADER_FIELDS) return undefined;
-  const head = Buffer.alloc(7);
-  head.writeUInt8(1, 0);
-  head.writeUInt16BE(status, 1);
-  head.writeUInt16BE(headers.length, 3);
-  head.writeUInt16BE(trailers.length, 5);
-  const parts: Buffer[] = [head];
-  for (const [name, value] of [...headers, ...trailers]) {
-    const lengths = Buffer.alloc(6);
-    lengths.writeUInt16BE(name.length, 0);
-    lengths.writeUInt32BE(value.length, 2);
-    parts.push(lengths, Buffer.from(name, 'latin1'), Buffer.from(value, 'latin1'));
+  const fields = trailers.length === 0 ? headers : [...headers, ...trailers];
+  let length = 7 + body.length;
+  for (const [name, value] of fields) length += 6 + name.length + value.length;
+  if (length > MAX_RESPONSE_BYTES) return undefined;
+  // Not from the pool: a record that is kept would keep a whole block of it.
+  const encoded = Buffer.allocUnsafeSlow(length);
+  encoded.writeUInt8(1, 0);
+  encoded.writeUInt16BE(status, 1);
+  encoded.writeUInt16BE(headers.length, 3);
+  encoded.writeUInt16BE(trailers.length, 5);
+  let at = 7;
+  for (const [name, value] of fields) {
+    encoded.writeUInt16BE(name.length, at);
+    encoded.writeUInt32BE(value.length, at + 2);
+    at += 6;
+    at += encoded.write(name, at, 'latin1');
+    at += encoded.write(value, at, 'latin1');
   }
-  parts.push(body);
-  const encoded = Buffer.concat(parts);
-  return encoded.length > MAX_RESPONSE_BYTES ? undefined : encoded;
+  encoded.set(body, at);
+  return encoded;
 }
 
 /**

@@ -1,15 +1,16 @@
 // Whose key it is: the identity of the caller of a request.
+import { withoutEnds } from './bytes.js';
 import { callerDigest, type CallerPart } from './identity.js';
 import { changesEachTime, isCredential, isNewEachTime, isOtherSpelling } from './headers.js';
 import { authorityOf, type RequestHead } from './request.js';
 import type { Refusal } from './refusal.js';
-import type { ScopePart, Settings } from './settings.js';
+import { NO_PROMISE, SettingsError, type ScopePart, type Settings } from './settings.js';
 
 /** Schemes of `Authorization`. A field with a scheme and nothing after it has no credential. */
 const SCHEMES = new Set(['bearer', 'basic', 'digest', 'token', 'apikey', 'dpop', 'hmac', 'negotiate']);
 
 function trimmed(value: string): string {
-  return value.replace(/^[ \t\n\f\r]+|[ \t\n\f\r]+$/g, '');
+  return withoutEnds(value, ' \t\n\f\r');
 }
 
 function shown({ source, name }: ScopePart): string {
@@ -34,6 +35,19 @@ function cookies(head: RequestHead, name: string): string[] {
       const equals = pair.indexOf('=');
       return equals >= 0 && trimmed(pair.slice(0, equals)) === name ? [trimmed(pair.slice(equals + 1))] : [];
     });
+}
+
+function identityOfFunction(identity: unknown): Buffer | undefined {
+  if (identity === undefined || identity === null) return undefined;
+  if (typeof identity === 'string') return Buffer.from(identity);
+  if (typeof identity === 'bigint' || (typeof identity === 'number' && Number.isFinite(identity))) return Buffer.from(String(identity));
+  if (typeof (identity as { then?: unknown }).then === 'function') {
+    // Its rejection must not end the process.
+    (identity as Promise<unknown>).then(undefined, () => undefined);
+    throw new SettingsError(`scope: ${NO_PROMISE}`);
+  }
+  const kind = typeof identity === 'number' ? String(identity) : typeof identity;
+  throw new SettingsError(`scope: the function returned ${kind}; return a text or a number, or undefined if nothing identifies the caller`);
 }
 
 /** The value of a part; undefined if it is absent or empty, null if it is there several times. */
@@ -61,8 +75,7 @@ function identityOf(part: ScopePart, head: RequestHead): Buffer | undefined | nu
       value = Buffer.from(authorityOf(head));
       break;
     case 'function': {
-      const text = part.identify?.(head);
-      value = text === undefined ? undefined : Buffer.from(text);
+      value = identityOfFunction(part.identify?.(head.source, head));
     }
   }
   return value === undefined || value.length === 0 ? undefined : value;

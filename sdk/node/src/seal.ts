@@ -2,6 +2,7 @@
 import { createCipheriv, createDecipheriv, createHmac } from 'node:crypto';
 import { u64 } from './bytes.js';
 import { CorruptRecordError, decodeResponse, encodeResponse } from './response.js';
+import { SettingsError, shownKind } from './settings.js';
 import { SealedError, type Claim, type ClaimReply, type CompletionState, type OwnerReply, type RecordView, type Store } from './store.js';
 
 const MAGIC = Buffer.from('\0ogseal\x01', 'latin1');
@@ -27,9 +28,10 @@ export class Keyring {
   /**
    * Reads keys, one in each line, as `oncegate seal-key new` prints them. Lines that begin with `#` are comments.
    *
-   * @throws {Error} if a line is no key; the error names the line and not its text
+   * @throws {SettingsError} if a line is no key; the error names the line and not its text
    */
   static parse(text: string): Keyring {
+    if (typeof (text as unknown) !== 'string') throw new SettingsError(`the seal keys are ${shownKind(text)} and no text: is their variable set?`);
     const keys: SealKey[] = [];
     for (const [at, line] of text.split(/[\n,]/).entries()) {
       const trimmed = line.trim();
@@ -38,11 +40,11 @@ export class Keyring {
       const key = Buffer.from(found?.[2] ?? '', 'hex');
       const id = found === null ? undefined : expand(key, Buffer.from('oncegate-seal-1 id'), 8);
       if (id === undefined || id.toString('hex') !== found?.[1]) {
-        throw new Error(`line ${String(at + 1)} of the seal keys is no key: copy it again, as \`oncegate seal-key new\` printed it`);
+        throw new SettingsError(`line ${String(at + 1)} of the seal keys is no key: copy it again, as \`oncegate seal-key new\` printed it`);
       }
       keys.push({ id, key });
     }
-    if (keys.length === 0) throw new Error('there is no seal key: make one with `oncegate seal-key new`');
+    if (keys.length === 0) throw new SettingsError('there is no seal key: make one with `oncegate seal-key new`');
     return new Keyring(keys);
   }
 
@@ -111,6 +113,42 @@ export interface SealedStoreOptions {
   opensOnly?: boolean;
 }
 
+/** The keys of a program that completes records itself, in a transaction of its own, and how it uses them. */
+export interface SealOptions extends SealedStoreOptions {
+  /** The keys of the sidecar, or of the other programs on the database. Without keys, nothing is sealed, and what is sealed is refused. */
+  sealKeys?: Keyring;
+}
+
+/** Keys that were read from a variable that is not set must not mean that nothing is sealed. */
+function checkKeys(name: string, keys: unknown): void {
+  if (keys instanceof Keyring) return;
+  throw new SettingsError(`${name}: give a Keyring, such as Keyring.parse(process.env.SEAL_KEYS); this one is ${shownKind(keys)}`);
+}
+
+/** True if these options seal. */
+export function seals(options: SealOptions): options is SealOptions & { sealKeys: Keyring } {
+  if (Object.hasOwn(options, 'sealKeys')) checkKeys('sealKeys', options.sealKeys);
+  else if (options.required === true) throw new SettingsError('sealKeys: it is missing, and `required` refuses what is not sealed');
+  return options.sealKeys !== undefined && options.opensOnly !== true;
+}
+
+/**
+ * Opens an encoded response. One in clear is returned as it is.
+ *
+ * @throws {SealedError} without its key, or if it must be sealed and is not
+ * @throws {CorruptRecordError} if it was changed or moved
+ */
+export function openResponse(options: SealOptions, record: Buffer, encoded: Buffer): Buffer {
+  if (!isSealed(encoded)) {
+    if (options.required === true) throw new SealedError('a stored response is not sealed, and must be');
+    return encoded;
+  }
+  if (options.sealKeys === undefined) throw new SealedError('a stored response is sealed, and this program has no seal keys');
+  const { part, plaintext } = options.sealKeys.open(decodeResponse(encoded).body, record);
+  if (part !== PART_OF_OWNER && part !== PART_OF_OPERATOR) throw new CorruptRecordError('a sealed part is not a response');
+  return plaintext;
+}
+
 /** Encrypts responses before the store gets them. */
 export class SealedStore implements Store {
   readonly name: string;
@@ -121,18 +159,29 @@ export class SealedStore implements Store {
     private readonly keys: Keyring,
     private readonly options: SealedStoreOptions = {},
   ) {
+    checkKeys('SealedStore', keys);
     this.name = store.name;
     this.claimsMayCommitLate = store.claimsMayCommitLate;
   }
 
-  private opened(id: Buffer, encoded: Buffer): Buffer {
-    if (!isSealed(encoded)) {
-      if (this.options.required === true) throw new SealedError('a stored response is not sealed, and must be');
-      return encoded;
-    }
-    const { part, plaintext } = this.keys.open(decodeResponse(encoded).body, id);
-    if (part !== PART_OF_OWNER && part !== PART_OF_OPERATOR) throw new CorruptRecordError('a sealed part is not a response');
-    return plaintext;
+  opened(id: Buffer, encoded: Buffer): Buffer {
+    return openResponse({ ...this.options, sealKeys: this.keys }, id, encoded);
+  }
+
+  useWarnings(warn: (message: string) => void): void {
+    this.store.useWarnings?.(warn);
+  }
+
+  useTimeout(ms: number): void {
+    this.store.useTimeout?.(ms);
+  }
+
+  partOf(id: Buffer): string {
+    return this.store.partOf?.(id) ?? '';
+  }
+
+  isTurnedAway(id: Buffer): boolean {
+    return this.store.isTurnedAway?.(id) ?? false;
   }
 
   async claim(id: Buffer, claim: Claim): Promise<ClaimReply> {

@@ -2,9 +2,10 @@
 // JavaScript their names are in camel case: `max-request-body` is `maxRequestBody`.
 import { contract } from './contract.js';
 import { type FingerprintRules, pointerTokens } from './fingerprint.js';
-import { isNeverKept } from './headers.js';
+import { isKept, isNeverKept } from './headers.js';
 import type { RequestHead } from './request.js';
 import type { OnAbandoned } from './store.js';
+import { didYouMean } from './words.js';
 
 /** Milliseconds, or a text such as `30s`, `250ms`, `24h` or `7d`. */
 export type Duration = number | string;
@@ -12,8 +13,13 @@ export type Duration = number | string;
 /** Bytes, or a text such as `64KiB` or `2MiB`. */
 export type Size = number | string;
 
-/** Returns what identifies the caller of a request, or undefined if nothing does: then the request is refused. */
-export type CallerFunction = (request: RequestHead) => string | undefined;
+/**
+ * Returns what identifies the caller of a request, such as the number of a user. Undefined, null or an empty text: nothing does, and the
+ * request is refused. It gets the request of the framework: `req` of Express and Node, `request` of Fastify, the context of Hono, or the
+ * `Request` of a Web handler; and the head that the library reads. It cannot be asynchronous: find out who the caller is before.
+ */
+// eslint-disable-next-line @typescript-eslint/no-explicit-any -- each framework has its own, which the function may name
+export type CallerFunction = (request: any, head: RequestHead) => string | number | bigint | null | undefined;
 
 export interface IdempotencyOptions {
   /** The dialect: `ietf` (the default), `stripe`, or `classic` (what many tutorials build). */
@@ -31,7 +37,7 @@ export interface IdempotencyOptions {
   /** The header fields that may carry the key. */
   keyHeader?: string | readonly string[];
   /** JSON pointers to the members of the body from which the key is built, whatever key the client sends. */
-  naturalKey?: readonly string[];
+  naturalKey?: string | readonly string[];
   keySyntax?: 'lenient' | 'strict' | 'raw';
   /** `any`, `uuid`, `ulid`, or `pattern:REGEX`. */
   keyFormat?: string;
@@ -42,7 +48,8 @@ export interface IdempotencyOptions {
   documentation?: string;
   /** The beginning of the types of problems. */
   problemBaseUrl?: string;
-  methods?: readonly string[];
+  /** The methods that change something, so that a key protects them. Requests with another method pass as they are. */
+  methods?: string | readonly string[];
   trailingSlash?: 'ignore' | 'exact';
   /** The time for which a request owns its key without renewing it. It is renewed while the handler runs. 30 s by default. */
   lease?: Duration;
@@ -55,11 +62,11 @@ export interface IdempotencyOptions {
   /** The policy for responses from 500: `replay` (they are kept), or `release` (the key is free again). */
   serverErrors?: 'replay' | 'release';
   /** More statuses that free the key. */
-  releaseStatuses?: readonly (number | string)[];
+  releaseStatuses?: number | string | readonly (number | string)[];
   /** `closed` (the default): 503 while the store is away. `open`: such requests are executed WITHOUT protection, and marked. */
   storeOutage?: 'closed' | 'open';
   /** More header fields of responses that are kept. */
-  storedHeaders?: readonly string[];
+  storedHeaders?: string | readonly string[];
   fingerprint?: {
     exclude?: readonly string[];
     include?: readonly string[];
@@ -111,6 +118,8 @@ export interface Settings {
   maxResponseBody: number;
   bodyTimeoutMs: number;
   handlerTimeoutMs: number;
+  /** Settings that are valid and most likely mistyped. */
+  warnings: readonly string[];
 }
 
 export type KeyFormat = { kind: 'any' | 'uuid' | 'ulid' } | { kind: 'pattern'; source: string; regex: RegExp };
@@ -188,11 +197,42 @@ export function sizeBytes(name: string, value: Size, max: number): number {
   return read;
 }
 
+/** A value for a message. */
+export function shown(value: unknown): string {
+  if (typeof value === 'function') return 'a function';
+  try {
+    return JSON.stringify(value) ?? String(value);
+  } catch {
+    return typeof value;
+  }
+}
+
+/** The kind of a value for a message that must not show it. */
+export function shownKind(value: unknown): string {
+  if (value === undefined || value === null) return String(value);
+  return typeof (value as { then?: unknown }).then === 'function' ? 'a promise' : `of the type ${typeof value}`;
+}
+
+/** Checks the name of a service. `why`: the reason why it must be there. */
+export function checkService(service: unknown, why: string): asserts service is string {
+  if (service === undefined || service === null) throw new SettingsError(`service: ${why}; name your service, so that others do not share its keys`);
+  if (typeof service !== 'string') throw new SettingsError(`service: ${shown(service)} is not a text`);
+  if (!/^[!-~]{1,100}$/.test(service)) throw new SettingsError('service: write 1 to 100 visible ASCII characters without spaces');
+}
+
+/** Refuses options that do not exist: one that is mistyped would have no effect. `of`: what they are options of. */
+export function checkNames(of: string, options: unknown, names: readonly string[]): void {
+  for (const name of Object.keys(options ?? {})) {
+    if (!names.includes(name)) throw new SettingsError(`there is no option ${JSON.stringify(name)} of ${of}${didYouMean(name, names)}`);
+  }
+}
+
 type ProfileData = (typeof contract.profiles)['ietf'] & Readonly<Record<string, unknown>>;
 
 function oneOf<T extends string>(name: string, value: unknown, words: readonly T[]): T {
   if (words.includes(value as T)) return value as T;
-  throw new SettingsError(`${name}: ${JSON.stringify(value)} is none of ${words.map((word) => JSON.stringify(word)).join(', ')}`);
+  const hint = typeof value === 'string' ? didYouMean(value, words) : '';
+  throw new SettingsError(`${name}: ${shown(value)} is none of ${words.map((word) => JSON.stringify(word)).join(', ')}${hint}`);
 }
 
 function list(name: string, value: unknown): readonly string[] {
@@ -203,13 +243,91 @@ function list(name: string, value: unknown): readonly string[] {
   return items as readonly string[];
 }
 
+/** A list that has an effect only if something is in it. */
+function notEmpty(name: string, items: readonly string[], why: string): readonly string[] {
+  if (items.length === 0) throw new SettingsError(`${name}: the list is empty, ${why}`);
+  return items;
+}
+
+/** The methods of the HTTP Method Registry that change something. */
+const METHODS = [
+  'ACL', 'BASELINE-CONTROL', 'BIND', 'CHECKIN', 'CHECKOUT', 'COPY', 'DELETE', 'LABEL', 'LINK', 'LOCK', 'MERGE', 'MKACTIVITY',
+  'MKCALENDAR', 'MKCOL', 'MKREDIRECTREF', 'MKWORKSPACE', 'MOVE', 'ORDERPATCH', 'PATCH', 'POST', 'PROPPATCH', 'PUT', 'REBIND', 'UNBIND',
+  'UNCHECKOUT', 'UNLINK', 'UNLOCK', 'UPDATE', 'UPDATEREDIRECTREF', 'VERSION-CONTROL',
+];
+
+function readMethods(value: unknown, warnings: string[]): readonly string[] {
+  const written = notEmpty('methods', list('methods', value), 'so nothing would be protected');
+  return written.map((method) => {
+    const upper = method.toUpperCase();
+    if (!HEADER_NAME.test(method)) {
+      const several = upper.split(/[\s,;|]+/).filter((part) => HEADER_NAME.test(part));
+      const hint = several.length > 1 ? `; write a list: ${JSON.stringify(several)}` : '';
+      throw new SettingsError(`methods: ${JSON.stringify(method)} is not a method${hint}`);
+    }
+    if (method !== upper) throw new SettingsError(`methods: ${JSON.stringify(method)} is not a method; did you mean ${JSON.stringify(upper)}?`);
+    if (['GET', 'HEAD', 'OPTIONS', 'TRACE', 'CONNECT'].includes(method)) {
+      throw new SettingsError(`methods: ${method} has no effect that a key could protect`);
+    }
+    if (!METHODS.includes(method)) {
+      warnings.push(`methods: no registered method is called ${JSON.stringify(method)}${didYouMean(method, METHODS)}`);
+    }
+    return method;
+  });
+}
+
+function textOf(name: string, value: unknown): string {
+  if (typeof value !== 'string') throw new SettingsError(`${name}: ${shown(value)} is not a text`);
+  return value;
+}
+
+function flag(name: string, value: unknown): boolean {
+  if (typeof value !== 'boolean') throw new SettingsError(`${name}: ${shown(value)} is neither true nor false`);
+  return value;
+}
+
 const HEADER_NAME = /^[!#$%&'*+\-.^_`|~0-9A-Za-z]+$/;
 
 function headerNames(name: string, value: unknown): readonly string[] {
   return list(name, value).map((header) => {
-    if (!HEADER_NAME.test(header)) throw new SettingsError(`${name}: ${JSON.stringify(header)} is not the name of a header field`);
+    if (!HEADER_NAME.test(header)) {
+      const several = header.split(/[\s,;]+/).filter((part) => HEADER_NAME.test(part));
+      const hint = several.length > 1 ? `; write a list: ${JSON.stringify(several)}` : '';
+      throw new SettingsError(`${name}: ${JSON.stringify(header)} is not the name of a header field${hint}`);
+    }
     return header.toLowerCase();
   });
+}
+
+/** Fields that requests use for another purpose. In the least harmful case, all requests of a caller would have the same key. */
+const OTHER_FIELDS = new Set([
+  'accept', 'authorization', 'baggage', 'cache-control', 'connection', 'cookie', 'date', 'depth', 'destination', 'digest', 'dnt', 'dpop',
+  'expect', 'forwarded', 'from', 'host', 'http2-settings', 'keep-alive', 'link', 'location', 'max-forwards', 'origin', 'overwrite',
+  'pragma', 'prefer', 'priority', 'range', 'referer', 'save-data', 'set-cookie', 'te', 'timeout', 'traceparent', 'tracestate', 'trailer',
+  'transfer-encoding', 'upgrade', 'user-agent', 'via', 'x-http-method-override', 'x-real-ip', 'x-requested-with',
+]);
+const OTHER_PREFIXES = /^(accept-|access-control-|content-|if-|oncegate-|proxy-|sec-|upgrade-|x-forwarded-)/;
+
+function readKeyHeaders(value: unknown): readonly string[] {
+  const names = notEmpty('keyHeader', headerNames('keyHeader', value), 'so no request would have a key');
+  for (const [at, name] of names.entries()) {
+    if (names.indexOf(name) < at) throw new SettingsError(`keyHeader: the header field ${name} is there twice`);
+    if (OTHER_FIELDS.has(name) || OTHER_PREFIXES.test(name)) {
+      throw new SettingsError(
+        `keyHeader: the header field ${name} has another purpose, and many requests have the same value there; name a field that carries only keys`,
+      );
+    }
+  }
+  return names;
+}
+
+function readMarker(value: unknown): string {
+  const names = headerNames('replayMarker', value);
+  const [name = ''] = names;
+  if (names.length !== 1 || isKept(name) || isNeverKept(name)) {
+    throw new SettingsError(`replayMarker: ${shown(value)} is not one field without another purpose; write one such as "Idempotent-Replayed"`);
+  }
+  return name;
 }
 
 function pointers(name: string, value: unknown): readonly string[] {
@@ -246,14 +364,15 @@ function readProfile(name: string, data: ProfileData): Profile {
 /** Statuses that decide nothing about the operation. */
 const UNDECIDED = new Set([401, 403, 407, 408, 421, 425, 429]);
 
-function releases(statuses: readonly (number | string)[]): (status: number) => boolean {
+function releases(value: IdempotencyOptions['releaseStatuses']): (status: number) => boolean {
+  const statuses: readonly unknown[] = Array.isArray(value) ? value : [value];
   const single = new Set<number>();
   const classes = new Set<number>();
   for (const status of statuses) {
     const text = String(status);
     if (/^[45]xx$/.test(text)) classes.add(Number(text[0]));
-    else if (/^[2-5]\d\d$/.test(text)) single.add(Number(text));
-    else throw new SettingsError(`releaseStatuses: ${JSON.stringify(status)} is not a status; write a number such as 422, or "4xx"`);
+    else if (/^[45]\d\d$/.test(text)) single.add(Number(text));
+    else throw new SettingsError(`releaseStatuses: ${shown(status)} is not a status that can free the key; write one from 400 to 599 such as 422, "4xx" or "5xx"`);
   }
   return (status) => UNDECIDED.has(status) || single.has(status) || classes.has(Math.floor(status / 100));
 }
@@ -261,21 +380,31 @@ function releases(statuses: readonly (number | string)[]): (status: number) => b
 function readScope(scope: IdempotencyOptions['scope']): ScopeSettings {
   if (scope === undefined) return { parts: [scopePart('header:authorization')], isChosen: false };
   if (typeof scope === 'function') {
+    if (scope.constructor.name === 'AsyncFunction') throw new SettingsError(`scope: ${NO_PROMISE}`);
     return { parts: [{ kind: 'function', source: 'function', name: '', identify: scope, required: true }], isChosen: true };
   }
   const texts = list('scope', scope);
+  if (texts.length === 0) throw new SettingsError('scope: the list is empty; write "single-tenant" if there is only one caller');
   if (texts.includes('single-tenant')) {
     if (texts.length > 1) throw new SettingsError('scope: "single-tenant" means that there is one caller; it stands alone');
     return { parts: [], isChosen: true };
   }
-  const parts = new Map<string, ScopePart>();
-  for (const part of texts.map(scopePart)) {
-    const own = parts.get(part.kind);
-    parts.set(part.kind, own === undefined ? part : { ...own, required: own.required || part.required });
-  }
-  const sorted = [...parts.values()].sort(({ kind: one }, { kind: other }) => (one < other ? -1 : 1));
+  const kinds = new Set<string>();
+  const parts = texts.map((text) => {
+    const part = scopePart(text);
+    if (kinds.has(part.kind)) throw new SettingsError(`scope: ${JSON.stringify(text)} was given twice`);
+    kinds.add(part.kind);
+    return part;
+  });
+  const sorted = parts.sort(({ kind: one }, { kind: other }) => (one < other ? -1 : 1));
   return { parts: sorted, isChosen: true };
 }
+
+/** A function of the scope that is asynchronous. */
+export const NO_PROMISE =
+  'an asynchronous function cannot tell who the caller is; find it out in middleware before this one, and return what that has stored';
+
+const SCOPE_WORDS = ['header', 'required-header', 'cookie', 'required-cookie', 'host', 'single-tenant'];
 
 function scopePart(text: string): ScopePart {
   const [word = '', ...rest] = text.split(':');
@@ -287,9 +416,11 @@ function scopePart(text: string): ScopePart {
     const own = source === 'header' ? name.toLowerCase() : name;
     return { kind: `${source}:${own}`, source, name: own, identify: undefined, required };
   }
+  const near = didYouMean(word, SCOPE_WORDS);
   throw new SettingsError(
     `scope: ${JSON.stringify(text)} is none of "header:NAME", "required-header:NAME", "cookie:NAME", "required-cookie:NAME", "host" ` +
-      'and "single-tenant"; for anything else, such as a verified token, give a function',
+      'and "single-tenant"; for anything else, such as a verified token, give a function' +
+      (rest.length > 0 && SCOPE_WORDS.includes(word) ? '' : near),
   );
 }
 
@@ -310,9 +441,12 @@ const DAY_MS = 86_400_000;
 
 /** Reads settings, and checks each of them. */
 export function readSettings(options: IdempotencyOptions = {}): Settings {
+  if (typeof options !== 'object' || (options as unknown) === null) throw new SettingsError(`the options are an object, not ${shown(options)}`);
+  const warnings: string[] = [];
   for (const [name, value] of Object.entries(options)) {
     if (!NAMES.has(name)) throw new UnknownSettingError(name);
-    if (name === 'fingerprint') {
+    if (name === 'fingerprint' && value !== undefined) {
+      if (typeof value !== 'object' || value === null) throw new SettingsError(`fingerprint: ${shown(value)} is not an object such as { exclude: ["/sent_at"] }`);
       for (const inner of Object.keys(value as object)) {
         if (!FINGERPRINT_NAMES.has(inner)) throw new UnknownSettingError(`fingerprint.${inner}`);
       }
@@ -322,13 +456,8 @@ export function readSettings(options: IdempotencyOptions = {}): Settings {
   const data = contract.profiles[name] as unknown as ProfileData;
   const profile = readProfile(name, data);
   const [markerName = '', markerValue = ''] = data['replay-marker'].split(': ');
-  const keyHeaders = headerNames('keyHeader', options.keyHeader ?? data['key-header']);
-  const methods = list('methods', options.methods ?? data.methods).map((method) => method.toUpperCase());
-  for (const method of methods) {
-    if (['GET', 'HEAD', 'OPTIONS', 'TRACE', 'CONNECT'].includes(method)) {
-      throw new SettingsError(`methods: ${method} has no effect that a key could protect`);
-    }
-  }
+  const keyHeaders = readKeyHeaders(options.keyHeader ?? data['key-header']);
+  const methods = readMethods(options.methods ?? data.methods, warnings);
   const stored = headerNames('storedHeaders', options.storedHeaders ?? []);
   for (const header of stored) {
     if (isNeverKept(header)) throw new SettingsError(`storedHeaders: ${header} must not be stored and replayed`);
@@ -336,12 +465,12 @@ export function readSettings(options: IdempotencyOptions = {}): Settings {
   const own = [...Object.keys(profile.headers.response), ...Object.keys(profile.headers['kept-server-error'])];
   const { fingerprint = {} } = options;
   const body = oneOf('fingerprint.body', fingerprint.body ?? data.fingerprint.body, ['canonical', 'raw', 'nothing']);
-  const problemBase = options.problemBaseUrl ?? 'urn:oncegate:problem:';
+  const problemBase = textOf('problemBaseUrl', options.problemBaseUrl ?? 'urn:oncegate:problem:');
   if (!/[/#:]$/.test(problemBase)) throw new SettingsError('problemBaseUrl: write a URL that ends with a slash or "#"');
   if (options.documentation !== undefined && !/^(https?:\/\/|\/)[!-;=?-~]*$/.test(options.documentation)) {
     throw new SettingsError('documentation: write a URL such as "https://developer.example.com/idempotency", or a path');
   }
-  const naturalKey = options.naturalKey === undefined ? undefined : pointers('naturalKey', options.naturalKey);
+  const naturalKey = options.naturalKey === undefined ? undefined : notEmpty('naturalKey', pointers('naturalKey', options.naturalKey), 'so no request would have a key');
   const scope = readScope(options.scope);
   if (naturalKey !== undefined && scope.parts.length > 0 && !scope.parts.some((part) => part.required && part.source !== 'host')) {
     throw new SettingsError('naturalKey: such keys are easy to guess; set scope to something required, or to "single-tenant"');
@@ -351,17 +480,17 @@ export function readSettings(options: IdempotencyOptions = {}): Settings {
     profile,
     scope,
     authority: oneOf('authority', options.authority ?? 'compare', ['compare', 'scope', 'ignore']),
-    requireKey: options.requireKey ?? data['require-key'],
+    requireKey: flag('requireKey', options.requireKey ?? data['require-key']),
     keyHeaders,
     naturalKey,
     keySyntax: oneOf('keySyntax', options.keySyntax ?? data['key-syntax'], ['lenient', 'strict', 'raw']),
-    keyFormat: readFormat(options.keyFormat ?? data['key-format']),
+    keyFormat: readFormat(textOf('keyFormat', options.keyFormat ?? data['key-format'])),
     keyScope: oneOf('keyScope', options.keyScope ?? data['key-scope'], ['endpoint', 'caller']),
     keyScopeHeaders: headerNames('key-scope-header', (data['key-scope-header']) ?? []),
     replayMarker:
       options.replayMarker === undefined
         ? [markerName.toLowerCase(), markerValue]
-        : [headerNames('replayMarker', options.replayMarker)[0] ?? '', markerValue],
+        : [readMarker(options.replayMarker), markerValue],
     echoKey: data['echo-key'],
     documentation: options.documentation,
     problemBase,
@@ -386,13 +515,17 @@ export function readSettings(options: IdempotencyOptions = {}): Settings {
     maxResponseBody: sizeBytes('maxResponseBody', options.maxResponseBody ?? '1MiB', 64 * 1024 ** 2 - 1024 ** 2),
     bodyTimeoutMs: durationMs('bodyTimeout', options.bodyTimeout ?? '60s', 1, 3_600_000),
     handlerTimeoutMs: durationMs('handlerTimeout', options.handlerTimeout ?? '5m', 1, DAY_MS),
+    warnings,
   };
 }
 
 /** A setting that this library does not have. */
 export class UnknownSettingError extends SettingsError {
   constructor(readonly setting: string) {
-    super(`there is no setting ${JSON.stringify(setting)}; the settings are ${[...NAMES].join(', ')}`);
+    const [outer = '', inner] = setting.split('.');
+    const hint = inner === undefined ? didYouMean(outer, NAMES) : didYouMean(inner, FINGERPRINT_NAMES);
+    const names = [...(inner === undefined ? NAMES : FINGERPRINT_NAMES)].join(', ');
+    super(`there is no setting ${JSON.stringify(setting)}${hint === '' ? `; the settings are ${names}` : hint}`);
   }
 }
 

@@ -49,9 +49,17 @@ export interface RecordView {
   attempt: Buffer | undefined;
   byOperator: boolean;
   response: Buffer | undefined;
+  operation: string;
+  /** The end of the lease in milliseconds since 1970, by the clock of the store; undefined unless the record is in progress. */
+  leaseUntil: number | undefined;
+  /** The end of the retention, by the same clock. */
+  expiresAt: number;
 }
 
-/** A store of records. Each method may reject with any error: then it is not known if the command was applied. */
+/**
+ * A store of records. Each method may reject with any error: then it is not known if the command was applied. Errors of connections as Node
+ * makes them, and a `StoreUnavailableError`, say that the store is away; others do not, so that `storeOutage: 'open'` executes nothing.
+ */
 export interface Store {
   /** The name for messages. */
   readonly name: string;
@@ -60,6 +68,17 @@ export interface Store {
    * same claim, sent again, decides nothing then.
    */
   readonly claimsMayCommitLate: boolean;
+  /** Tells the store the longest time for one command, after which it gives its connection up. The longest one of several counts. */
+  useTimeout?(ms: number): void;
+  /** Gives the store a function for its warnings. */
+  useWarnings?(warn: (message: string) => void): void;
+  /**
+   * True if the client of the store has reached the server of a record, got an answer, and sends it no commands: the server loads its
+   * data, or has too many connections. It is asked after a command without a reply.
+   */
+  isTurnedAway?(id: Buffer): boolean;
+  /** The name of the part of the store with a record, if parts can be away by themselves, such as nodes of a Cluster. */
+  partOf?(id: Buffer): string;
   claim(id: Buffer, claim: Claim, signal?: AbortSignal): Promise<ClaimReply>;
   renew(id: Buffer, token: string, leaseMs: number, retentionMs: number): Promise<OwnerReply>;
   complete(
@@ -71,11 +90,23 @@ export interface Store {
   ): Promise<OwnerReply>;
   release(id: Buffer, token: string, retentionMs: number): Promise<OwnerReply>;
   lookup(id: Buffer): Promise<RecordView | undefined>;
+  /** Opens the response of a record that `lookup` returned, if the store seals responses. */
+  opened?(id: Buffer, response: Buffer): Buffer;
+}
+
+/** The client has no connection at the moment, and has not failed to make one. */
+export class ConnectionLostError extends Error {
+  override readonly name = 'ConnectionLostError';
 }
 
 /** The store has no space for new records. */
 export class StoreFullError extends Error {
   override readonly name = 'StoreFullError';
+
+  /** `isPassing`: the store is not full. It was reached, and takes no keys for a moment, such as a replica. */
+  constructor(message?: string, readonly isPassing = false) {
+    super(message);
+  }
 }
 
 /** The stored content is sealed, and the key to it is missing; or it must be sealed, and is not. */

@@ -1,7 +1,7 @@
 // What a response means to a client that sends a request again under one key: `judge` of crates/client/src/verdict.rs. The signals
-// are shared data; `crates/client/vectors/meanings.json` has examples.
-import { contract } from './contract.js';
-import type { StoredField } from './response.js';
+// are shared data; `crates/client/vectors/meanings.json` has examples. sdk/generate.py copies this file into sdk/browser, where each
+// byte counts.
+import { mark, PROBLEM_STATUSES, SIGNALS } from './signals.js';
 
 /** How a request that is sent more than once is protected. */
 export type Protection = 'keyed' | 'safe' | 'repeatable' | 'once';
@@ -29,226 +29,146 @@ export type Meaning =
   | 'again in-progress'
   | 'unknown';
 
-type Advice = 'fix-request' | 'new-key' | 'stop';
 type Json = Readonly<Record<string, unknown>>;
 
-interface SignalRule {
-  signal: string;
-  at: { header?: string; value?: string; unless_status?: number; member?: string; name?: string; problem?: string };
-}
-const SIGNALS: readonly SignalRule[] = contract.signals;
-const STATUSES: readonly { problem: string; http: readonly number[]; grpc: readonly number[] }[] = contract.problem_statuses;
-
 const MAX_PROBLEM_BYTES = 64 * 1024;
-const NAMES = ['type', 'code', 'name', 'error.code', 'error.type'];
-const MCP_TYPE = 'error.data.type';
-const CODES = ['code', 'error.code', 'errorCode', '__type', 'details[].issue', 'errors[].code', MCP_TYPE];
+const NAMES = ['.type', '.code', '.name', '.error.code', '.error.type'];
+const MCP_TYPE = '.error.data.type';
+const CODES = ['.code', '.error.code', '.errorCode', '.__type', '.details[].issue', '.errors[].code', MCP_TYPE];
 const CODED = ['outcome-unknown', 'record-corrupt', 'host-differs', 'replay-unavailable'];
 
-/** A response, as the rules look at it. */
-class Seen {
-  readonly body: Json | undefined;
+/** A JSON object, and no list. */
+const table = (value: unknown): Json | undefined =>
+  typeof value === 'object' && value !== null && !Array.isArray(value) ? (value as Json) : undefined;
 
-  constructor(
-    readonly status: number,
-    readonly headers: readonly StoredField[],
-    body: Uint8Array,
-  ) {
-    this.body = this.json(body);
-  }
-
-  all(name: string): string[] {
-    return this.headers.filter(([own]) => own === name).map(([, value]) => value);
-  }
-
-  first(name: string): string | undefined {
-    return this.all(name)[0];
-  }
-
-  private json(body: Uint8Array): Json | undefined {
-    const essence = (this.first('content-type') ?? '').split(';', 1)[0]?.trim().toLowerCase() ?? '';
-    const isJson = essence === 'application/json' || essence.endsWith('+json') || essence.startsWith('application/x-amz-json-');
-    if (!isJson || body.length > MAX_PROBLEM_BYTES) return undefined;
-    try {
-      const value: unknown = JSON.parse(new TextDecoder('utf-8', { fatal: true }).decode(body));
-      return typeof value === 'object' && value !== null && !Array.isArray(value) ? (value as Json) : undefined;
-    } catch {
-      return undefined;
-    }
-  }
+/** The texts and numbers in a value with their paths, down to where no path of a rule goes. `[]` stands for each element of a list. */
+function leaves(value: unknown, path = ''): [path: string, text: string][] {
+  if (typeof value === 'string' || typeof value === 'number') return [[path, String(value)]];
+  if (typeof value !== 'object' || value === null || path.length > 99) return [];
+  return Object.entries(value).flatMap(([name, member]) => leaves(member, Array.isArray(value) ? `${path}[]` : `${path}.${name.replace(/[.[]/g, '!')}`));
 }
 
-/** True if a text or a number at this path passes. `[]` after a name stands for each element of a list. */
-function any(value: unknown, path: string, passes: (text: string) => boolean): boolean {
-  if (path === '') {
-    return typeof value === 'string' ? passes(value) : typeof value === 'number' && passes(String(value));
-  }
-  const dot = path.indexOf('.');
-  const [first, rest] = dot < 0 ? [path, ''] : [path.slice(0, dot), path.slice(dot + 1)];
-  const member = (name: string): unknown =>
-    typeof value === 'object' && value !== null && !Array.isArray(value) && Object.hasOwn(value, name) ? (value as Json)[name] : undefined;
-  if (!first.endsWith('[]')) return any(member(first), rest, passes);
-  const elements = member(first.slice(0, -2));
-  return Array.isArray(elements) && elements.some((element) => any(element, rest, passes));
-}
+/** The last part of a URI. */
+const end = (uri: string): string => uri.replace(/.*[:/#]/s, '');
+const plain = (text: string): string => end(text).replace(/[-_]/g, '').toLowerCase();
 
-function end(uri: string): string {
-  return /[^:/#]*$/.exec(uri)?.[0] ?? '';
-}
+/** True if a refusal of Oncegate with this problem has this status, of HTTP or of gRPC. */
+const isUsual = (problem: string, status: number): boolean => PROBLEM_STATUSES.some(([name, ...statuses]) => name === problem && statuses.includes(status));
 
-function applies({ signal, at }: SignalRule, seen: Seen): boolean {
-  const { body } = seen;
-  if (at.header !== undefined) {
-    const field = seen.first(at.header);
-    if (at.unless_status !== undefined) return seen.status !== at.unless_status && field !== undefined;
-    return field?.toLowerCase() === at.value?.toLowerCase() && field !== undefined;
-  }
-  if (body === undefined) return false;
-  if (at.member !== undefined) return any(body, at.member, (text) => text === at.value);
-  if (at.name !== undefined) return NAMES.some((path) => any(body, path, (text) => text === at.name || end(text) === at.name));
-  const problem = at.problem ?? '';
-  const isSurelyOurs = any(body, 'type', (uri) => uri === `urn:oncegate:problem:${problem}`);
-  const isNamed = () =>
-    [...NAMES, MCP_TYPE].some((path) => any(body, path, (text) => end(text) === problem)) &&
-    (signal !== 'NotExecuted' || body['retry'] === 'same-key');
-  const plain = (text: string) => text.replace(/[-_]/g, '').toLowerCase();
-  const hasCode = () =>
-    CODED.includes(problem) && CODES.some((path) => any(body, path, (text) => plain(end(text)) === plain(problem)));
-  return isSurelyOurs || isNamed() || hasCode();
-}
-
-function adviceOf(word: unknown): 'again' | Advice | undefined {
-  switch (word) {
-    case 'same-key':
-      return 'again';
-    case 'new-key':
-    case 'fix-request':
-    case 'stop':
-      return word;
-    default:
-      return undefined;
-  }
-}
-
-interface OwnRefusal {
-  problem: string;
-  retry: 'again' | Advice | undefined;
-}
-
-/** The condition of a refusal of Oncegate, in its header field. */
-function ownRefusal(seen: Seen): OwnRefusal | undefined {
-  const [value, ...others] = seen.all('idempotency-status');
-  if (value === undefined || others.length > 0 || value.includes(',')) return undefined;
-  const parts = value.split(';').map((part) => part.trim());
-  if (parts[0] !== 'refused') return undefined;
-  const valueOf = (name: string) => parts.find((part) => part.startsWith(`${name}=`))?.slice(name.length + 1) ?? '';
-  const problem = valueOf('problem');
-  return problem === '' ? undefined : { problem, retry: adviceOf(valueOf('retry')) };
-}
-
-function isUsualStatus(problem: string, status: number): boolean {
-  return STATUSES.some((row) => row.problem === problem && row.http.includes(status));
-}
-
-/** The form of a response, compared with that of the refusal in its header. */
-function formOf(seen: Seen): 'none' | 'other' | 'other-call' | 'own' {
-  const refusal = ownRefusal(seen);
-  if (refusal === undefined) return 'none';
-  const { problem } = refusal;
-  if (seen.status < 200 || seen.status > 299) return isUsualStatus(problem, seen.status) ? 'own' : 'other';
-  let isOwn: boolean;
-  if (/^application\/grpc/i.test(seen.first('content-type') ?? '')) {
-    const code = Number(seen.first('grpc-status') ?? '0');
-    if (!Number.isInteger(code) || code === 0) return 'other';
-    isOwn = STATUSES.some((row) => row.problem === problem && row.grpc.includes(code));
-  } else {
-    const table = (value: unknown) => (typeof value === 'object' && value !== null ? (value as Json) : undefined);
-    const message = seen.body;
-    const result = table(message?.['result']);
-    const error = table(message?.['error']);
-    const isFailed = message?.['jsonrpc'] !== undefined && (result?.['isError'] === true || (error !== undefined && !Array.isArray(error)));
-    if (!isFailed) return 'other';
-    const named = table(table(result?.['_meta'])?.['oncegate/problem'])?.['type'] ?? table(error?.['data'])?.['type'];
-    isOwn = typeof named === 'string' && end(named) === problem;
-  }
-  return isOwn ? 'own' : 'other-call';
-}
-
-/** Statuses about the path to the operation: credentials, routes, gateways, versions, limits. */
-const ABOUT_THE_WAY = new Set([401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511]);
+/** What header fields say, in the form of `SIGNALS`. */
+const facts = (status: number, headers: Headers): string[] =>
+  [...headers].flatMap(([name, value]) => [`h${name}=${value.toLowerCase()}`, status === 409 ? '' : `h${name}`]);
 
 /** True if the response is marked as a replay. */
-export function isReplay(status: number, headers: readonly StoredField[]): boolean {
-  const seen = new Seen(status, headers, new Uint8Array());
-  return SIGNALS.some((rule) => rule.signal === 'Replayed' && applies(rule, seen));
-}
-
-/** `plain`: it does not depend on earlier attempts. `refused`: by the operation. `before`: before the operation. */
-type Reading = ['plain' | 'refused' | 'before', Meaning];
+export const isReplay = (status: number, headers: Headers): boolean =>
+  facts(status, headers).some((fact) => SIGNALS[0]?.includes(mark(fact)));
 
 /** The meaning of a response. */
-export function judge(asked: AttemptContext, status: number, headers: readonly StoredField[], body: Uint8Array): Meaning {
-  const inDoubt = asked.inDoubt && asked.protection !== 'safe';
-  const [reading, meaning] = read(asked, new Seen(status, headers, body));
-  if (reading === 'plain' || !inDoubt) return meaning;
-  return reading === 'refused' && asked.protection === 'keyed' ? 'contested' : 'turned-away in-doubt';
-}
-
-function read({ protection, serverErrors }: AttemptContext, seen: Seen): Reading {
-  const { status } = seen;
-  const form = formOf(seen);
-  const isOwn = form === 'own';
-  const code = status <= 299 && (isOwn || form === 'other-call') ? 502 : status;
+export function judge({ protection, serverErrors, inDoubt }: AttemptContext, status: number, headers: Headers, bytes: Uint8Array): Meaning {
+  const first = (name: string): string => headers.get(name) ?? '';
   const keyed = protection === 'keyed';
-  if (code <= 299 || code === 303) return ['plain', 'done'];
-  if (code === 301 || code === 302 || code === 304) return ['plain', protection === 'safe' ? 'done' : 'unknown'];
-  if (code <= 399) return ['before', 'turned-away'];
-  const own = ownRefusal(seen);
-  const rule =
-    own === undefined ? SIGNALS.find((each) => applies(each, seen)) : SIGNALS.find(({ at }) => at.problem === own.problem);
-  const signal = rule?.signal;
-  const retry = own === undefined ? adviceOf(seen.body?.['retry']) : own.retry;
-  const isNamed =
-    own !== undefined || NAMES.some((path) => any(seen.body, path, (name) => name !== '' && name !== 'about:blank'));
-  const hasUsualStatus = own === undefined && rule?.at.problem !== undefined && isUsualStatus(rule.at.problem, status);
-  if (signal === 'Replayed' && keyed) return ['plain', code >= 500 ? 'failed' : 'refused fix-request'];
-  if (signal === 'Accepted' && keyed && code < 500) return ['plain', 'refused fix-request'];
+  const isDoubtful = inDoubt && protection !== 'safe';
+  /** A refusal before the operation, and one by the operation. */
+  const before = (meaning: Meaning): Meaning => (isDoubtful ? 'turned-away in-doubt' : meaning);
+  const refused = (meaning: Meaning): Meaning => (isDoubtful && keyed ? 'contested' : before(meaning));
+
+  const type = first('content-type');
+  let body: Json | undefined;
+  if (/^\s*(application\/(json|x-amz-json-[^;]*)|[^;]*\+json)\s*(;|$)/i.test(type) && bytes.length <= MAX_PROBLEM_BYTES) {
+    try {
+      body = table(JSON.parse(new TextDecoder('utf-8', { fatal: true }).decode(bytes)));
+    } catch {
+      // Not JSON: it says nothing.
+    }
+  }
+  const found = leaves(body);
+  const texts = (...paths: string[]): string[] => found.filter(([path]) => paths.includes(path)).map(([, text]) => text);
+  // The condition of a refusal of Oncegate, in its header field. A comma is between two fields.
+  const field = first('idempotency-status');
+  const parts = field.split(';').map((part) => part.trim());
+  const parameter = (name: string): string => parts.find((part) => part.startsWith(name))?.slice(name.length) ?? '';
+  const problem = parts[0] === 'refused' && !field.includes(',') ? parameter('problem=') : '';
+  // The form of the response, compared with that of this refusal.
+  let isOwn = false;
+  let code = status;
+  if (problem !== '') {
+    if (status > 299) isOwn = isUsual(problem, status);
+    else {
+      let isCall: boolean;
+      if (/^application\/grpc/i.test(type)) {
+        const grpc = Number(first('grpc-status'));
+        isCall = Number.isInteger(grpc) && grpc !== 0;
+        isOwn = grpc < 100 && isUsual(problem, grpc);
+      } else {
+        const names = texts('.result._meta.oncegate/problem.type', MCP_TYPE);
+        isCall = body?.['jsonrpc'] !== undefined && (table(body['result'])?.['isError'] === true || table(body['error']) !== undefined);
+        isOwn = isCall && names[0] !== undefined && end(names[0]) === problem;
+      }
+      if (isCall) code = 502;
+    }
+  }
+  if (code <= 299 || code === 303) return 'done';
+  if (code === 301 || code === 302 || code === 304) return protection === 'safe' ? 'done' : 'unknown';
+  if (code <= 399) return before('turned-away');
+
+  const names = texts(...NAMES);
+  const retry = problem === '' ? body?.['retry'] : parameter('retry=');
+  // What the response says, in the form of `SIGNALS`.
+  const said = [`p${problem}`, `q${problem}`];
+  if (problem === '') {
+    said.push(
+      ...facts(status, headers),
+      ...names.flatMap((name) => [`n${name}`, `n${end(name)}`]),
+      ...[...names, ...texts(MCP_TYPE)].flatMap((name) => [`p${end(name)}`, retry === 'same-key' ? `q${end(name)}` : '']),
+      ...texts('.type').map((name) => name.replace('urn:oncegate:problem:', 'q')),
+      ...texts(...CODES).flatMap((text) => CODED.filter((name) => plain(name) === plain(text)).map((name) => `p${name}`)),
+      ...found.map(([path, text]) => `m${path}=${text}`),
+    );
+  }
+  const marks = said.map((each) => mark(each));
+  let at = -1;
+  const signal = SIGNALS.find(([, ...rules]) => rules.some((rule) => (at = marks.indexOf(rule)) >= 0))?.[0];
+  const isSurelyNothing = signal === 'NotExecuted' && (isOwn || (keyed && problem === '' && isUsual(said[at]?.slice(1) ?? '', status)));
   const again: Meaning =
-    signal === 'InProgress'
-      ? 'again in-progress'
-      : (signal === 'NotExecuted' && (isOwn || (keyed && hasUsualStatus))) || code === 425 || code === 429
-        ? 'again nothing'
-        : 'again maybe';
-  const isAboutTheWay = ABOUT_THE_WAY.has(code);
-  if (retry === 'again') return ['plain', again];
-  if (retry !== undefined && signal === 'ScopeUnavailable' && (code < 500 || isOwn)) return ['before', 'turned-away'];
-  if (retry === 'stop') {
-    if (signal === 'ReplayUnavailable') return ['plain', 'unreplayable'];
-    if (signal === 'OutcomeUnknown' || code >= 500) return ['plain', 'unknown'];
-    return ['before', 'refused stop'];
+    signal === 'InProgress' ? 'again in-progress' : isSurelyNothing || code === 425 || code === 429 ? 'again nothing' : 'again maybe';
+  // About the path to the operation: credentials, routes, gateways, versions, limits.
+  const isAboutTheWay = [401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511].includes(code);
+  const isSure = code < 500 || isOwn;
+
+  if (keyed && signal === 'Replayed') return code < 500 ? 'refused fix-request' : 'failed';
+  if (keyed && signal === 'Accepted' && code < 500) return 'refused fix-request';
+  if (retry === 'same-key') return again;
+  if (retry === 'new-key' || retry === 'fix-request' || retry === 'stop') {
+    if (signal === 'ScopeUnavailable' && isSure) return before('turned-away');
+    if (retry === 'stop') {
+      if (signal === 'ReplayUnavailable') return 'unreplayable';
+      return signal === 'OutcomeUnknown' || code >= 500 ? 'unknown' : before('refused stop');
+    }
+    if (isAboutTheWay) return before('turned-away');
+    if (isSure) return before(`refused ${retry}`);
   }
-  if (retry !== undefined && isAboutTheWay) return ['before', 'turned-away'];
-  if (retry !== undefined && (code < 500 || isOwn)) return ['before', `refused ${retry}`];
-  if ((signal === 'InProgress' || signal === 'Again') && keyed) return ['plain', again];
-  if (signal === 'ReplayUnavailable' && keyed) return ['plain', 'unreplayable'];
-  if (signal === 'KeyReused' && keyed && code < 500) return ['before', 'refused new-key'];
-  if (signal === 'ScopeUnavailable' && keyed && code < 500) return ['before', 'turned-away'];
-  if (signal === 'OutcomeUnknown') return ['plain', 'unknown'];
-  switch (seen.first('stripe-should-retry')) {
-    case 'true':
-      return ['plain', again];
-    case 'false':
-      if (isAboutTheWay) return ['before', 'turned-away'];
-      if (code < 500) return ['refused', 'refused stop'];
-      return ['plain', serverErrors === 'final' ? 'failed' : 'unknown'];
+  if (keyed) {
+    if (signal === 'InProgress' || signal === 'Again') return again;
+    if (signal === 'ReplayUnavailable') return 'unreplayable';
+    if (signal === 'KeyReused' && code < 500) return before('refused new-key');
+    if (signal === 'ScopeUnavailable' && code < 500) return before('turned-away');
   }
-  if (code === 408) return ['plain', 'again maybe'];
-  if ((code === 409 || code === 423) && keyed && !isNamed) return ['plain', 'again in-progress'];
-  if (code === 425 || code === 429) return ['plain', 'again nothing'];
-  if (isAboutTheWay) return ['before', 'turned-away'];
-  if (code === 414 || code === 415) return ['before', 'refused fix-request'];
-  if (code <= 499) return ['refused', 'refused fix-request'];
-  if (code >= 502 && code <= 504) return ['plain', again];
-  if (serverErrors === 'final') return ['plain', 'failed'];
-  return ['plain', protection === 'once' || serverErrors === 'unknown' ? 'unknown' : again];
+  if (signal === 'OutcomeUnknown') return 'unknown';
+  const shouldRetry = first('stripe-should-retry');
+  if (shouldRetry === 'true') return again;
+  if (shouldRetry === 'false') {
+    if (isAboutTheWay) return before('turned-away');
+    return code < 500 ? refused('refused stop') : serverErrors === 'final' ? 'failed' : 'unknown';
+  }
+  if (code === 408) return 'again maybe';
+  if ((code === 409 || code === 423) && keyed && problem === '' && !names.some((name) => name !== '' && name !== 'about:blank')) {
+    return 'again in-progress';
+  }
+  if (code === 425 || code === 429) return 'again nothing';
+  if (isAboutTheWay) return before('turned-away');
+  if (code === 414 || code === 415) return before('refused fix-request');
+  if (code < 500) return refused('refused fix-request');
+  if (code >= 502 && code <= 504) return again;
+  if (serverErrors === 'final') return 'failed';
+  return protection === 'once' || serverErrors === 'unknown' ? 'unknown' : again;
 }

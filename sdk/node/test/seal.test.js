@@ -20,6 +20,12 @@ test('sealed forms are the published ones', () => {
   const [intent] = of.intents;
   const entry = keys.seal(4, Buffer.alloc(32), 0n, Buffer.from(intent.plaintext, 'hex'), Buffer.from(intent.file));
   assert.equal(entry.toString('hex'), intent.sealed);
+  const u32 = (number) => Buffer.of(0, 0, 0, number);
+  const lp = (text) => Buffer.concat([u32(text.length), Buffer.from(text)]);
+  for (const { consumer, stream, sequence, event, sealed } of of.stream_events) {
+    const place = Buffer.concat([lp(consumer), lp(stream), u32(0), u32(Number(sequence))]);
+    assert.equal(keys.seal(7, Buffer.alloc(32), 0n, Buffer.from(event, 'hex'), place).toString('hex'), sealed);
+  }
   assert.throws(() => Keyring.parse(of.key_text.replace(/1$/, '2')), /line 1 of the seal keys/);
 });
 

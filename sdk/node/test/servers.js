@@ -1,10 +1,12 @@
 // PostgreSQL and Redis on free loopback ports, in temporary directories.
 import { execFileSync, spawn } from 'node:child_process';
 import { once } from 'node:events';
-import { chownSync, mkdtempSync, readdirSync, readFileSync, rmSync } from 'node:fs';
+import { chownSync, existsSync, mkdirSync, mkdtempSync, readdirSync, readFileSync, rmSync } from 'node:fs';
+import { createServer as createHttpServer } from 'node:http';
 import { createServer } from 'node:net';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
+import { fileURLToPath } from 'node:url';
 import { setTimeout as pause } from 'node:timers/promises';
 import { Redis } from 'ioredis';
 import pg from 'pg';
@@ -18,7 +20,7 @@ async function freePort() {
   return port;
 }
 
-async function until(condition) {
+export async function until(condition) {
   const deadline = Date.now() + 60_000;
   for (;;) {
     try {
@@ -73,7 +75,8 @@ export async function startPostgres() {
 export async function startRedis() {
   const dir = mkdtempSync(join(tmpdir(), 'oncegate-node-redis-'));
   const port = await freePort();
-  const child = spawn('redis-server', ['--port', port, '--bind', '127.0.0.1', '--dir', dir, '--save', '', '--appendonly', 'no'], { stdio: 'ignore' });
+  const run = (...options) => spawn('redis-server', ['--port', port, '--bind', '127.0.0.1', '--dir', dir, '--save', '', '--appendonly', 'no', ...options], { stdio: 'ignore' });
+  let child = run();
   const url = `redis://127.0.0.1:${port}`;
   await until(async () => {
     const client = new Redis(url, { lazyConnect: true, retryStrategy: () => null });
@@ -85,11 +88,75 @@ export async function startRedis() {
       client.disconnect();
     }
   });
+  const kill = async () => {
+    const ended = child.exitCode === null && child.signalCode === null ? once(child, 'exit') : undefined;
+    child.kill('SIGKILL');
+    await ended;
+  };
   const stop = async () => {
+    await kill();
+    rmSync(dir, { recursive: true, force: true });
+  };
+  return { url, kill, start: (...options) => { child = run(...options); }, stop, child };
+}
+
+/** A Cluster of three nodes without replicas; the keys of a node that is away have no other one. */
+export async function startRedisCluster() {
+  const dir = mkdtempSync(join(tmpdir(), 'oncegate-node-cluster-'));
+  const nodes = new Map();
+  for (let at = 0; at < 3; at += 1) {
+    const [port, bus] = [await freePort(), await freePort()];
+    const own = join(dir, `${port}`);
+    mkdirSync(own);
+    const run = () => nodes.set(`127.0.0.1:${port}`, { run, child: spawn('redis-server', ['--port', port, '--cluster-port', bus, '--bind', '127.0.0.1', '--dir', own, '--save', '', '--appendonly', 'yes', '--cluster-enabled', 'yes', '--cluster-require-full-coverage', 'no', '--cluster-node-timeout', '2000'], { stdio: 'ignore' }) });
+    run();
+  }
+  const addresses = [...nodes.keys()];
+  const cli = (address, ...args) => execFileSync('redis-cli', ['-p', address.split(':')[1], ...args], { encoding: 'utf8', stdio: 'pipe' });
+  await until(() => { for (const address of addresses) cli(address, 'PING'); });
+  execFileSync('redis-cli', ['--cluster', 'create', ...addresses, '--cluster-replicas', '0', '--cluster-yes'], { stdio: 'pipe' });
+  await until(() => { for (const address of addresses) if (!cli(address, 'CLUSTER', 'INFO').includes('cluster_state:ok')) throw new Error('there is no Cluster yet'); });
+  const kill = async (address) => {
+    const { child } = nodes.get(address);
     const ended = once(child, 'exit');
     child.kill('SIGKILL');
     await ended;
+  };
+  const stop = async () => {
+    for (const [address, { child }] of nodes) if (child.exitCode === null && child.signalCode === null) await kill(address);
     rmSync(dir, { recursive: true, force: true });
   };
-  return { url, stop, child };
+  return { addresses, cli, kill, stop, start: (address) => nodes.get(address).run() };
+}
+
+/** The program `oncegate`, if it was built. */
+export const program = [process.env.ONCEGATE_BIN, fileURLToPath(new URL('target/debug/oncegate', root))].find((path) => path && existsSync(path));
+/** The options of a test that needs the program. */
+export const needsProgram = { skip: program === undefined && 'the program oncegate is not built, and ONCEGATE_BIN does not name it' };
+
+/** A sidecar in front of a service that counts its executions. */
+export async function startSidecar(store, idSecret, ...options) {
+  const port = await freePort();
+  const own = { executions: 0, host: `127.0.0.1:${port}` };
+  const service = createHttpServer((req, res) => {
+    if (req.method === 'POST') own.executions += 1;
+    req.resume().on('end', () => res.writeHead(201).end('made by the service of the sidecar'));
+  }).listen(0, '127.0.0.1');
+  await once(service, 'listening');
+  const child = spawn(program, ['proxy', `--listen=127.0.0.1:${port}`, '--admin=127.0.0.1:0', `--to=http://127.0.0.1:${service.address().port}`, `--store=${store}`, ...options], {
+    env: { PATH: process.env.PATH, ...(idSecret === undefined ? {} : { ONCEGATE_ID_SECRET: idSecret }) },
+    stdio: ['ignore', 'ignore', 'pipe'],
+  });
+  own.log = '';
+  child.stderr.on('data', (text) => { own.log += text; });
+  own.post = (key, body = '5') => fetch(`http://127.0.0.1:${port}/pay`, { method: 'POST', headers: { 'idempotency-key': key }, body });
+  own.stop = async () => {
+    const ended = child.exitCode === null ? once(child, 'exit') : undefined;
+    child.kill('SIGKILL');
+    await ended;
+    service.closeAllConnections();
+    service.close();
+  };
+  await until(() => fetch(`http://127.0.0.1:${port}/`)).catch((error) => { console.error(own.log); throw error; });
+  return own;
 }

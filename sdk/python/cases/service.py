@@ -1,23 +1,27 @@
 """A service on FastAPI with the middleware, for a suite of cases that runs in another program.
 
-It reads lines of JSON: {"settings": {…}, "store": URL} opens a listener and prints {"address": "127.0.0.1:PORT"}, and
-{"close": ADDRESS} closes it. The handler asks the case that the header x-case names for each response.
+It reads lines of JSON: {"settings": {…}, "store": URL, "backend": ADDRESS} opens a listener and prints
+{"address": "127.0.0.1:PORT"}, and {"close": ADDRESS} closes it. The handler asks the backend for each response. The end of the
+input ends the process, and SIGTERM ends it after the requests that it has begun.
 """
 
 from __future__ import annotations
 
 import asyncio
-import http.client
+import contextlib
 import json
+import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import StreamingResponse
 
 from oncegate import ConfigError, IdempotencyMiddleware, MemoryStore, PostgresStore, RedisStore, attempt_of
+from oncegate.seal import SealedStore
 
 METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
 SETTINGS = frozenset(
@@ -29,6 +33,7 @@ SETTINGS = frozenset(
         "fingerprint.exclude",
         "fingerprint.headers",
         "fingerprint.include",
+        "id-secret",
         "key-format",
         "key-header",
         "key-scope",
@@ -47,6 +52,7 @@ SETTINGS = frozenset(
         "release-statuses",
         "replay-marker",
         "replay-statuses",
+        "request-budget",
         "require-key",
         "retention",
         "scope",
@@ -61,16 +67,35 @@ SETTINGS = frozenset(
 )
 
 
-def ask(case: str, execution: dict[str, Any]) -> Any:
-    connection = http.client.HTTPConnection(case, timeout=60)
+async def ask(backend: str, execution: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """The parts of the response that the case gives to this execution: its head, parts of its body, and its end."""
+    host, _, port = backend.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=2**26)
     try:
-        connection.request("POST", "/", json.dumps(execution))
-        return json.load(connection.getresponse())
+        body = json.dumps(execution).encode()
+        # Of HTTP/1.0: the response ends with the connection, and its last part says that it is whole.
+        writer.write(b"POST /parts HTTP/1.0\r\nhost: case\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        await reader.readuntil(b"\r\n\r\n")
+        while line := await reader.readline():
+            part = json.loads(line)
+            if "end" in part:
+                return
+            yield part
+            if "aborts" in part:
+                return
     finally:
-        connection.close()
+        writer.close()
+    raise ConnectionError("the response of the case is cut off")
 
 
-async def execute(request: Request) -> Response:
+class NoResponse(Response):
+    """An application that ends without a response."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+
+async def execute(request: Request, backend: str, case: int) -> Response:
     body = await request.body()
     query = request.scope["query_string"]
     target = request.scope["raw_path"] + (b"?" + query if query else b"")
@@ -82,22 +107,51 @@ async def execute(request: Request) -> Response:
             ["oncegate-token", str(attempt.token)],
             ["oncegate-attempt", str(attempt.number)],
         ]
-    execution = {"method": request.method, "target": target.decode("latin-1"), "fields": fields, "body": body.hex()}
-    scripted = await run_in_threadpool(ask, request.headers["x-case"], execution)
-    response = Response(bytes.fromhex(scripted["body"]), scripted["status"])
-    for name, value in scripted["fields"]:
+    execution = {
+        "case": case,
+        "method": request.method,
+        "target": target.decode("latin-1"),
+        "fields": fields,
+        "body": body.hex(),
+    }
+    parts = ask(backend, execution)
+    head = await anext(parts)
+    if head.get("aborts"):
+        return NoResponse()
+
+    async def data() -> AsyncIterator[bytes]:
+        async for part in parts:
+            if part.get("breaks"):
+                raise ConnectionError("the response breaks off")
+            yield bytes.fromhex(part.get("data", ""))
+
+    response: Response
+    if head["length"] is None:
+        response = StreamingResponse(data(), head["status"])
+    else:
+        response = Response(b"".join([part async for part in data()]), head["status"])
+    for name, value in head["fields"]:
         response.raw_headers.append((name.encode("latin-1"), value.encode("latin-1")))
     return response
+
+
+class Server(uvicorn.Server):
+    """A server among others of its process, which handles signals for all of them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
 
 
 class Listener:
     """One listener with its own middleware, and its own pool."""
 
-    def __init__(self, server: uvicorn.Server, task: asyncio.Task[None], close: Any) -> None:
+    def __init__(self, server: Server, task: asyncio.Task[None], close: Any) -> None:
         self.server, self.task, self.close = server, task, close
 
-    async def end(self) -> None:
+    async def end(self, *, waits: bool) -> None:
         self.server.should_exit = True
+        self.server.force_exit = not waits
         await self.task
         await self.close()
 
@@ -114,23 +168,42 @@ async def open_store(url: str) -> tuple[Any, Any]:
         await pool.open()
         return PostgresStore(pool), pool.close
     if url.startswith("redis"):
-        from redis.asyncio import Redis
+        from redis.asyncio import BlockingConnectionPool, Redis
 
-        client: Any = Redis.from_url(url)
-        return RedisStore(client), client.aclose
+        # A server takes only so many connections, and each request with a key needs one.
+        options = {"socket_timeout": 15, "socket_connect_timeout": 15}
+        connections: Any = BlockingConnectionPool.from_url(url, max_connections=20, timeout=15, **options)
+        client: Any = Redis(connection_pool=connections)
+        return RedisStore(client), connections.aclose
     return MemoryStore(), nothing
 
 
-async def start(settings: dict[str, Any], url: str) -> tuple[str, Listener]:
-    store, close = await open_store(url)
+async def start(asked: dict[str, Any]) -> tuple[str, Listener]:
+    settings, backend = asked["settings"], asked.get("backend", "")
+    case = asked.get("case", 0)
+    store, close = await open_store(asked["store"])
+    if asked.get("seal-keys"):
+        store = SealedStore(store, asked["seal-keys"].split(","))
     app = FastAPI(openapi_url=None)
-    app.add_api_route("/{path:path}", execute, methods=METHODS)
+
+    async def run(request: Request) -> Response:
+        return await execute(request, backend, case)
+
+    app.add_api_route("/{path:path}", run, methods=METHODS)
     options = {name.replace("-", "_").replace(".", "_"): value for name, value in settings.items()}
-    app.add_middleware(IdempotencyMiddleware, store=store, **options)  # type: ignore[arg-type]
+    app.add_middleware(IdempotencyMiddleware, store=store, **options)
     app.build_middleware_stack()  # a wrong setting raises here
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", server_header=False, lifespan="on"))
+    config = uvicorn.Config(
+        app,
+        log_level="critical",
+        server_header=False,
+        lifespan="on",
+        backlog=4096,
+        h11_max_incomplete_event_size=256 * 1024,
+    )
+    server = Server(config)
     task = asyncio.create_task(server.serve([listening]))
     while not server.started:
         await asyncio.sleep(0.005)
@@ -141,15 +214,25 @@ async def start(settings: dict[str, Any], url: str) -> tuple[str, Listener]:
 
 async def main() -> None:
     listeners: dict[str, Listener] = {}
+    closing: set[asyncio.Task[None]] = set()
     lines = asyncio.StreamReader(limit=2**20)
     loop = asyncio.get_running_loop()
+    terminated = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, terminated.set)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    while line := await lines.readline():
+    ends = asyncio.ensure_future(terminated.wait())
+    while True:
+        reading = asyncio.ensure_future(lines.readline())
+        await asyncio.wait({reading, ends}, return_when=asyncio.FIRST_COMPLETED)
+        if ends.done() or not (line := await reading):
+            break
         asked = json.loads(line)
         if "close" in asked:
             listener = listeners.pop(asked["close"], None)
             if listener is not None:
-                await listener.end()
+                task = asyncio.ensure_future(listener.end(waits=False))
+                closing.add(task)
+                task.add_done_callback(closing.discard)
             continue
         unknown = next((name for name in asked["settings"] if name not in SETTINGS), None)
         reply: dict[str, str]
@@ -157,14 +240,13 @@ async def main() -> None:
             reply = {"unsupported": unknown}
         else:
             try:
-                address, listener = await start(asked["settings"], asked["store"])
+                address, listener = await start(asked)
                 listeners[address] = listener
                 reply = {"address": address}
             except ConfigError as error:
                 reply = {"unsupported": str(error)}
         print(json.dumps(reply), flush=True)
-    for listener in listeners.values():
-        await listener.end()
+    await asyncio.gather(*(listener.end(waits=terminated.is_set()) for listener in listeners.values()))
 
 
 if __name__ == "__main__":

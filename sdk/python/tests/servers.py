@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import http.server
 import os
 import pwd
 import re
@@ -11,11 +13,18 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+
 CONTRACT = Path(__file__).resolve().parents[3] / "crates/postgres/sql"
+
+
+# No test speaks TLS. To read the trusted certificates for each request costs more processor time than most requests do.
+get, post = functools.partial(httpx.get, verify=False), functools.partial(httpx.post, verify=False)
 
 
 def free_port() -> int:
@@ -103,11 +112,12 @@ def postgres() -> Iterator[Server]:
         shutil.rmtree(place, ignore_errors=True)
 
 
+@functools.cache
 def schema() -> str:
     """The contract, as `oncegate schema print postgres` prints it, if the tests have no program to print it."""
-    program = os.environ.get("ONCEGATE_BIN")
-    if program:
-        return subprocess.run([program, "schema", "print", "postgres"], check=True, capture_output=True, text=True).stdout
+    own = os.environ.get("ONCEGATE_BIN")
+    if own and Path(own).exists():
+        return subprocess.run([own, "schema", "print", "postgres"], check=True, capture_output=True, text=True).stdout
     source = (CONTRACT.parent / "src/schema/mod.rs").read_text()
     order = re.findall(r'include_str!\("[^"]*sql/(\w+)\.sql"\)', source)
     text = "\n".join((CONTRACT / f"{name}.sql").read_text() for name in dict.fromkeys(order))
@@ -131,10 +141,62 @@ def _apply(url: str) -> None:
         connection.execute(schema())  # type: ignore[arg-type]
 
 
+def program() -> str | None:
+    """The program `oncegate`, if it was built."""
+    built = Path(__file__).resolve().parents[3] / "target/debug/oncegate"
+    places = [os.environ.get("ONCEGATE_BIN"), str(built)]
+    return next((place for place in places if place and Path(place).exists()), None)
+
+
+class Sidecar:
+    """A sidecar in front of a service that counts its executions."""
+
+    def __init__(self, url: str, id_secret: str | None, *options: str) -> None:
+        own = self
+        self.executions = 0
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                own.executions += 1
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                body = b"made by the sidecar's service"
+                self.send_response(201)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.service = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.service.serve_forever, daemon=True).start()
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        secret = {"ONCEGATE_ID_SECRET": id_secret} if id_secret else {}
+        self.process = subprocess.Popen(
+            [program(), "proxy", f"--listen=127.0.0.1:{self.port}", "--admin=127.0.0.1:0", f"--store={url}",
+             f"--to=http://127.0.0.1:{self.service.server_port}", "--scope=single-tenant", "--authority=ignore", *options],
+            env={"PATH": os.environ["PATH"], **secret},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def __enter__(self) -> Sidecar:
+        wait_for(lambda: self.process.poll() is not None or is_open(self.port), "the sidecar did not start", 60)
+        assert self.process.poll() is None, "the sidecar ended"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(20)
+        self.service.shutdown()
+        self.service.server_close()
+
+
 @contextlib.contextmanager
-def redis() -> Iterator[Server]:
+def redis(*options: str) -> Iterator[Server]:
     place, port = tempfile.mkdtemp(prefix="oncegate-python-"), free_port()
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", place]
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", place, *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         wait_for(lambda: is_open(port), "Redis did not start")
@@ -145,3 +207,35 @@ def redis() -> Iterator[Server]:
             process.kill()
         process.wait(20)
         shutil.rmtree(place, ignore_errors=True)
+
+
+class Cluster:
+    """A Redis Cluster of three nodes without replicas."""
+
+    def __init__(self, nodes: list[Server]) -> None:
+        self.nodes = nodes
+
+    def node(self, name: str) -> Server:
+        """The node whose address is this one."""
+        return next(node for node in self.nodes if name.endswith(f":{node.port}"))
+
+
+@contextlib.contextmanager
+def redis_cluster() -> Iterator[Cluster]:
+    with contextlib.ExitStack() as stack:
+        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no"]
+        nodes = [stack.enter_context(redis(*options, "--cluster-port", str(free_port()))) for _ in range(3)]
+        addresses = [f"127.0.0.1:{node.port}" for node in nodes]
+        subprocess.run(
+            ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"],
+            check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )
+
+        def is_ready(node: Server) -> bool:
+            asked = ["redis-cli", "-p", str(node.port), "cluster", "info"]
+            told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+            return "cluster_state:ok" in told and "cluster_known_nodes:3" in told
+
+        for node in nodes:
+            wait_for(lambda own=node: is_ready(own), "the nodes do not become a Cluster", 60)
+        yield Cluster(nodes)

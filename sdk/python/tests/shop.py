@@ -40,10 +40,11 @@ app = FastAPI(lifespan=lifespan)
 app.add_middleware(
     IdempotencyMiddleware,
     store=store,
+    service="shop",
     scope="single-tenant",
     lease=float(os.environ.get("LEASE", "30")),
     wait=float(os.environ.get("WAIT", "10")),
-    store_timeout=float(os.environ.get("STORE_TIMEOUT", "2")),
+    store_timeout=float(os.environ.get("STORE_TIMEOUT", "15")),
 )
 
 

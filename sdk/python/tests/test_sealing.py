@@ -37,6 +37,9 @@ def cases() -> list[Any]:
         found.append((5, letter, 0, values.hex() + case["payload"], case["sealed"], bound))
         error = case["sealed_error"].removeprefix("ogseal:")
         found.append((6, letter, 0, case["error"].encode().hex(), error, place))
+    for case in VECTORS["stream_events"]:
+        place = lp(case["consumer"]) + lp(case["stream"]) + struct.pack(">Q", int(case["sequence"]))
+        found.append((7, bytes(32), 0, case["event"], case["sealed"], place))
     return found
 
 
@@ -63,7 +66,7 @@ async def test_a_sealed_store(store: Any) -> None:
     sealed = SealedStore(store, [VECTORS["key_text"]])
 
     def on(own: Any) -> Any:
-        @oncegate.idempotent(key=lambda key: key, store=own, name="secret")
+        @oncegate.idempotent(key=lambda key: key, store=own, service="tests", name="secret")
         async def work(key: str) -> str:
             return "the balance is 17"
 

@@ -10,8 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+
+import servers
 
 SERVICE = Path(__file__).resolve().parents[1] / "cases/service.py"
 
@@ -21,7 +22,8 @@ class Case(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.executions.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-        reply = json.dumps({"status": 201, "fields": [["x-made", "1"]], "body": b"made".hex()}).encode()
+        parts = [{"status": 201, "fields": [["x-made", "1"]], "length": 4}, {"data": b"made".hex()}, {"end": True}]
+        reply = b"".join(json.dumps(part).encode() + b"\n" for part in parts)
         self.send_response(200)
         self.send_header("content-length", str(len(reply)))
         self.end_headers()
@@ -48,10 +50,11 @@ def test_the_service(kind: str, request: pytest.FixtureRequest) -> None:
 
     assert say({"settings": {"colour": "red"}, "store": "memory:"}) == {"unsupported": "colour"}
     settings = {"scope": ["single-tenant"], "wait": "250ms", "fingerprint.headers": ["x-version"], "service": kind}
-    address = say({"settings": settings, "store": store})["address"]
-    headers = {"idempotency-key": "k", "x-case": f"127.0.0.1:{case.server_port}"}
+    backend = f"127.0.0.1:{case.server_port}"
+    address = say({"settings": settings, "store": store, "backend": backend})["address"]
+    headers = {"idempotency-key": "k"}
     for replayed in (None, "true"):
-        reply = httpx.post(f"http://{address}/pay%20me?a=1", content=b"5", headers=headers)
+        reply = servers.post(f"http://{address}/pay%20me?a=1", content=b"5", headers=headers)
         assert (reply.status_code, reply.text, reply.headers.get("idempotent-replayed")) == (201, "made", replayed)
     (execution,) = Case.executions
     assert (execution["method"], execution["target"], execution["body"]) == ("POST", "/pay%20me?a=1", b"5".hex())

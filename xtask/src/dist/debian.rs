@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{Release, copy, make_parent, name_of, write};
+use super::{Release, copy, copy_documents, make_parent, name_of, write};
 use crate::run::{Result, output, root, run};
 
 /// Builds the package from a directory that has the files at their places.
@@ -16,9 +16,7 @@ pub(super) fn package(release: &Release) -> Result<PathBuf> {
     copy(&deploy.join("oncegate.toml"), &staged.join("etc/oncegate/oncegate.toml"), 0o644)?;
     let unit = "systemd/oncegate.service";
     copy(&deploy.join(unit), &staged.join("lib/systemd/system/oncegate.service"), 0o644)?;
-    for page in ["systemd.md", "operations.md"] {
-        copy(&root().join("docs/operations").join(page), &doc.join(page), 0o644)?;
-    }
+    copy_documents(&doc)?;
     copy(&root().join("CHANGELOG.md"), &doc.join("changelog.md"), 0o644)?;
     let licences = ["LICENSE-MIT", "LICENSE-APACHE"].map(|file| fs::read_to_string(root().join(file)));
     let licences =
@@ -41,12 +39,13 @@ pub(super) fn package(release: &Release) -> Result<PathBuf> {
     write(&staged.join("DEBIAN/md5sums"), &sums(&staged)?)?;
     let architecture = output(Command::new("dpkg").arg("--print-architecture"))?.trim().to_owned();
     let control = format!(
-        "Package: oncegate\nVersion: {}\nArchitecture: {architecture}\nMaintainer: The Oncegate authors <oncegate@localhost>\n\
+        "Package: oncegate\nVersion: {}\nArchitecture: {architecture}\nMaintainer: {}\n\
          Installed-Size: {}\nDepends: {}\nRecommends: ca-certificates\nSection: net\nPriority: optional\n\
          Description: one key, one effect: makes retries of requests safe\n \
          A sidecar in front of a service over HTTP: a request that is sent again with the\n \
          same Idempotency-Key takes effect once, and gets the response of the first one.\n",
         release.version,
+        maintainer()?,
         size_kib(&staged)?,
         libraries(release)?,
     );
@@ -59,6 +58,17 @@ pub(super) fn package(release: &Release) -> Result<PathBuf> {
         .arg(&package))?;
     fs::remove_dir_all(&staged).map_err(|error| error.to_string())?;
     Ok(package)
+}
+
+/// The person who makes the package: `DEBFULLNAME` and `DEBEMAIL`, as for the tools of Debian, or else the committer
+/// of the last commit. The project has no address of its own.
+fn maintainer() -> Result<String> {
+    let set = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
+    if let (Some(name), Some(address)) = (set("DEBFULLNAME"), set("DEBEMAIL")) {
+        return Ok(format!("{name} <{address}>"));
+    }
+    let known = output(Command::new("git").current_dir(root()).args(["log", "-1", "--format=%cn <%ce>"]))?;
+    Ok(known.trim().to_owned())
 }
 
 /// The packages of the libraries that the program needs, with their versions.

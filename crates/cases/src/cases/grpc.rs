@@ -12,12 +12,12 @@ use tokio::net::TcpStream;
 use crate::backend::{BodyPart, MARK, Script};
 use crate::client::within;
 use crate::plan::Plan;
-use crate::table::Case;
+use crate::table::{Case, Target};
 use crate::world::{Deployment, World};
 
 pub(super) fn cases() -> Vec<Case> {
     let required = Plan { require_key: true, max_request_body: Some(64), ..Plan::default() };
-    cases! {
+    let mut all = cases! {
         "grpc-refusals": "a call is refused with a status of gRPC and nothing else"
             .given(required.clone())
             => run (refusals);
@@ -39,7 +39,11 @@ pub(super) fn cases() -> Vec<Case> {
         "grpc-not-json": "other requests over HTTP/2 get problem details"
             .given(Plan { require_key: true, ..Plan::default() })
             => run (not_json);
+    };
+    for case in &mut all {
+        case.excluded.push((Target::Libraries, "no library has refusals in the form of gRPC"));
     }
+    all
 }
 
 /// The result of a call.

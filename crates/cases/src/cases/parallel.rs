@@ -58,8 +58,9 @@ pub(super) fn cases() -> Vec<Case> {
             => run (hundred_quick);
         "many-keys-at-once": "twenty keys, each twenty times at once: twenty executions, each with its own response"
             => run (many_keys);
-        "lease-is-renewed": "a handler that takes four leases keeps its key"
-            .given(Plan { lease: Some(Duration::from_millis(300)), ..Plan::default() })
+        "lease-is-renewed": "a handler that takes three leases keeps its key"
+            // On a busy machine a renewal may be half a second late.
+            .given(Plan { lease: Some(Duration::from_secs(1)), ..Plan::default() })
             => run (renewal);
         "renewed-lease-keeps-out-another-instance": "a renewed lease keeps the key from another instance on the same store"
             .given(Plan {
@@ -71,6 +72,8 @@ pub(super) fn cases() -> Vec<Case> {
             .two_processes()
             => run (renewal_against_another);
         "pipelined-requests-execute-once": "equal requests on one connection, sent before the first response, execute once"
+            // A server may begin with a request before it has answered the one before.
+            .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
             => run (pipelined);
         "two-instances-execute-once": "two instances on one store execute once between them"
             .two_processes()
@@ -312,7 +315,7 @@ async fn renewal(world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     let start = Instant::now();
-    while start.elapsed() < Duration::from_millis(1200) {
+    while start.elapsed() < Duration::from_secs(3) {
         assert_refusal(IN_PROGRESS, &world.send(pay_as("a")).await);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -353,10 +356,7 @@ async fn pipelined(world: World) {
     for _ in 0..3 {
         responses.push(connection.response("POST").await.expect("a response"));
     }
-    assert_fresh(&world.plan, &request, &responses[0]);
-    assert_replay(&world.plan, &request, &responses[0], &responses[1]);
-    assert_replay(&world.plan, &request, &responses[0], &responses[2]);
-    assert_eq!(world.backend.effects(), 1);
+    one_executed_the_rest_replayed(&world, &responses);
 }
 
 async fn two_instances(world: World) {

@@ -9,6 +9,7 @@ use flate2::write::GzEncoder;
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::{BodyPart, Script};
 use crate::client::Request;
+use crate::library::Library;
 use crate::plan::Plan;
 use crate::table::{
     Case, Step, assert_fresh, assert_refusal, assert_replay, executes, passes, refused, replays,
@@ -92,6 +93,8 @@ pub(super) fn cases() -> Vec<Case> {
         "replay-of-a-chunked-body": "a body of unknown length is replayed complete, with its length"
             => run (chunked);
         "trailers-reach-the-first-client": "trailer fields reach the first client, and the body is replayed complete"
+            .without_library(Library::Node, "it passes no trailers of a response that is stored")
+            .without_library(Library::Python, "uvicorn sends no trailers")
             => run (trailers);
         "replay-of-one-mebibyte": "a body of one mebibyte is replayed byte by byte, in one piece or in many"
             .given(Plan { max_response_body: Some(1024 * 1024), ..Plan::default() })
@@ -353,7 +356,9 @@ async fn trailers(world: World) {
     let request = pay_as("abc").field("TE", "trailers").script(script);
     let first = world.send(request.clone()).await;
     assert_eq!(first.body, "one two");
-    assert_eq!(first.trailers, [("x-checksum".to_owned(), b"abc".to_vec())], "{first:?}");
+    // Go spells names in its own way.
+    let trailers = first.trailers.iter().map(|(name, value)| (name.to_ascii_lowercase(), value.clone()));
+    assert_eq!(trailers.collect::<Vec<_>>(), [("x-checksum".to_owned(), b"abc".to_vec())], "{first:?}");
     let again = world.send(request.clone()).await;
     assert_replay(&world.plan, &request, &first, &again);
 }
@@ -397,19 +402,14 @@ async fn events(world: World) {
     let head = connection.head().await.expect("a head");
     assert_eq!(head.status, 200);
     let mut framing = crate::client::framing("POST", &head).expect("a framed body");
-    let one = connection.data(&mut framing).await.expect("bytes");
-    assert_eq!(
-        one.as_deref(),
-        Some(&b"data: one\n\n"[..]),
-        "the first event comes before the second one is there"
-    );
+    // The first event comes before the second one is there.
+    connection.expect_data(&mut framing, b"data: one\n\n").await;
     // Meanwhile it does not execute, with any response.
     let meanwhile = world.send(pay_as("abc")).await;
     assert!([409, 422].contains(&meanwhile.status()), "{meanwhile:?}");
     assert_eq!(world.backend.effects(), 1);
     go_on.open();
-    let two = connection.data(&mut framing).await.expect("bytes");
-    assert_eq!(two.as_deref(), Some(&b"data: two\n\n"[..]));
+    connection.expect_data(&mut framing, b"data: two\n\n").await;
     assert_eq!(connection.data(&mut framing).await.expect("an end"), None);
     assert_refusal("replay-unavailable", &world.settled(&pay_as("abc")).await);
     assert_eq!(world.backend.effects(), 1);

@@ -84,7 +84,7 @@ pub(super) async fn timeline(
     State(state): State<AdminState>,
     Path(id): Path<String>,
 ) -> Result<Response, Problem> {
-    let id = listing::find(&state, &id).await?;
+    let id = listing::find(&**state.engine.store(), &id).await?;
     let timeline = state.activity.timeline(&id);
     let events = timeline.events.iter().map(|event| {
         json!({

@@ -41,19 +41,32 @@ const MAX_REREAD: usize = 200;
 /// retention.
 const LAST_CALL: Duration = Duration::from_secs(24 * 3600);
 
-/// The records that this process left without an outcome. All clones share them.
+/// The records that this process left without an outcome, with what was [noted](Self::note) about them. All clones share them.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct AbandonedRecords(Arc<Mutex<BTreeSet<RecordId>>>);
+pub(crate) struct AbandonedRecords(Arc<Mutex<BTreeMap<RecordId, Option<CountedRecord>>>>);
 
 impl AbandonedRecords {
-    fn lock(&self) -> MutexGuard<'_, BTreeSet<RecordId>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<RecordId, Option<CountedRecord>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn add(&self, id: RecordId) {
         let mut left = self.lock();
         if left.len() < MAX_KNOWN {
-            left.insert(id);
+            left.entry(id).or_default();
+        }
+    }
+
+    /// Reads the unsettled ones that the census has not read yet, so that it reports them if they are gone when it does.
+    pub(super) async fn note(&self, store: &dyn Store) {
+        let ids: Vec<_> = self.lock().keys().copied().collect();
+        for id in ids {
+            // After an error, the census reads them, as it would without this.
+            let Ok(record) = store.lookup(id).await else { return };
+            let counted = record.map(|record| CountedRecord::of(&record, store.now()));
+            if let Some(noted) = self.lock().get_mut(&id) {
+                *noted = counted.filter(CountedRecord::is_unsettled);
+            }
         }
     }
 }
@@ -98,6 +111,7 @@ impl Counts {
 }
 
 /// The remembered facts about a record.
+#[derive(Clone, Debug)]
 struct CountedRecord {
     state: StateName,
     /// The time at which it came into this state.
@@ -247,7 +261,7 @@ impl Census {
 
     /// Reads the records that this process left without an outcome, and some of the known records.
     async fn reread(&mut self) {
-        let mut ids: BTreeSet<_> = self.left.lock().iter().copied().collect();
+        let mut ids: BTreeSet<_> = self.left.lock().keys().copied().collect();
         let from = self.reread_after.map_or(Bound::Unbounded, Bound::Excluded);
         let next: Vec<_> =
             self.known.range((from, Bound::Unbounded)).map(|(id, _)| *id).take(MAX_REREAD).collect();
@@ -258,10 +272,9 @@ impl Census {
             let Ok(record) = self.store.lookup(id).await else { return };
             let now = self.store.now();
             let counted = record.as_ref().map(|record| CountedRecord::of(record, now));
-            if counted.as_ref().is_none_or(|record| record.state != StateName::InProgress) {
-                self.left.lock().remove(&id);
-            }
-            match (counted.filter(CountedRecord::is_unsettled), self.known.remove(&id)) {
+            let is_open = counted.as_ref().is_some_and(|record| record.state == StateName::InProgress);
+            let noted = if is_open { None } else { self.left.lock().remove(&id).flatten() };
+            match (counted.filter(CountedRecord::is_unsettled), self.known.remove(&id).or(noted)) {
                 (Some(mut counted), known) => {
                     counted.is_last_call_made = known.is_some_and(|known| known.is_last_call_made);
                     self.known.insert(id, counted);

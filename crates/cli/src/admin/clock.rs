@@ -31,26 +31,29 @@ struct Ending {
 /// `GET /v1/clock`: the disagreement of the two clocks, and the records that end if that of the machine is accepted.
 pub(super) async fn show(State(state): State<AdminState>) -> Result<Response, Problem> {
     let store = state.engine.store();
-    let Some(skew) = store.clock_skew() else {
-        return Ok(view::json(&json!({"direction": null, "store_time": view::time(store.now())})));
+    let (now, skew) = (store.now(), store.clock_skew());
+    let ahead = skew.filter(|skew| skew.is_ahead);
+    let found = match &ahead {
+        Some(skew) => Some(ending(&**store, skew).await.map_err(|error| Problem::store_read(&error))?),
+        None => None,
     };
-    let now = store.now();
-    let mut shown = json!({
-        "direction": if skew.is_ahead { "ahead" } else { "behind" },
-        "seconds": skew.by.as_secs(),
+    let direction = skew.map(|skew| if skew.is_ahead { "ahead" } else { "behind" });
+    // All members are always there.
+    Ok(view::json(&json!({
+        "direction": direction,
+        "seconds": skew.map_or(0, |skew| skew.by.as_secs()),
         "store_time": view::time(now),
-        "machine_time": view::time(machine_time(now, &skew)),
-        "text": skew.to_string(),
-    });
-    if skew.is_ahead {
-        let found = ending(&**store, &skew).await.map_err(|error| Problem::store_read(&error))?;
-        shown["since"] = view::time(skew.since).into();
-        shown["records"] = found.records.into();
-        shown["records_ending"] = found.ending.into();
-        shown["unsettled_ending"] = found.unsettled.into();
-        shown["complete"] = found.is_complete.into();
-    }
-    Ok(view::json(&shown))
+        "machine_time": skew.map(|skew| view::time(machine_time(now, &skew))),
+        "text": skew.map_or_else(
+            || "the clock of the machine and the time of the store agree".to_owned(),
+            |skew| skew.to_string(),
+        ),
+        "since": ahead.map(|skew| view::time(skew.since)),
+        "records": found.map(|found| found.records),
+        "records_ending": found.map(|found| found.ending),
+        "unsettled_ending": found.map(|found| found.unsettled),
+        "complete": found.map(|found| found.is_complete),
+    })))
 }
 
 fn machine_time(now: Timestamp, skew: &ClockSkew) -> Timestamp {
@@ -115,6 +118,8 @@ pub(super) async fn accept(
             )));
         }
     }
+    // Those that this process left in the last seconds. If one of them ends by the acceptance, that is reported, too.
+    state.left.note(&**store).await;
     let by = store.accept_clock().await.map_err(|error| Problem::store(&error))?;
     let seconds = by.map(|by| by.as_secs());
     if let Some(seconds) = seconds {

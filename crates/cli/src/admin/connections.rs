@@ -6,6 +6,7 @@
 //!
 //! | the connection | is closed after | gives its place to another one |
 //! |---|---|---|
+//! | sends health checks without a pause | | at once, before all others |
 //! | waits for the head of a request, also between two requests | [`HEAD_TIMEOUT`] | at once |
 //! | waits for more of the body of a request | [`BODY_TIMEOUT`] | after [`STALL`] |
 //! | waits until its client takes more of a response | [`WRITE_TIMEOUT`], [`STREAM_TIMEOUT`] | after [`STALL`] |
@@ -14,6 +15,9 @@
 //!
 //! The client with the most connections loses one first, and of its connections the one that waits for the longest time. A
 //! request that executes is never ended, so their number has a limit of its own ([`Pool`]), lower than that of connections.
+//!
+//! Health checks need no token, and all connections share one thread. So after each of them other connections have their turn,
+//! and a client that sends more health checks on one connection than [`HEALTH_BURST`] waits [`HEALTH_INTERVAL`] for each.
 
 use std::collections::HashMap;
 use std::io;
@@ -28,7 +32,7 @@ use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 use oncegate_engine::LogThrottle;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, OwnedSemaphorePermit};
 use tokio::time::Instant;
 
 /// The most connections. Each is an open file, for which the limits of the proxy leave enough.
@@ -52,6 +56,11 @@ const STREAM_TIMEOUT: Duration = Duration::from_secs(60);
 /// The time after which a connection that waits for its client may be closed for another one. Clients that read and send need
 /// less, also over long distances.
 const STALL: Duration = Duration::from_secs(1);
+
+/// The health checks that a connection may send without a pause, and the interval between further ones. Orchestrators and
+/// Prometheus ask once in a second at most.
+const HEALTH_BURST: u32 = 32;
+const HEALTH_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The interval in which a connection checks its time limits.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -119,6 +128,24 @@ impl Pool {
     }
 }
 
+/// The place of a request that may begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Begun {
+    pub(super) place: Place,
+    /// The pause before it begins, while other connections have their turn. `None` if it begins at once: the connection of an
+    /// orchestrator may be closed for another one until its response is written.
+    pub(super) pause: Option<Duration>,
+}
+
+/// The reason why a request does not begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoPlace {
+    /// All places are taken by requests that execute.
+    Busy,
+    /// The connection has lost its place to another one, and ends now.
+    Closed,
+}
+
 /// The thread that executes a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
@@ -152,6 +179,8 @@ struct Entry {
     unread_since: Option<Instant>,
     /// The time since which the client sends nothing of a body that is wanted.
     unsent_since: Option<Instant>,
+    /// The time at which the health checks so far have used up their intervals.
+    health_due: Instant,
     /// Notified when this is removed for another connection.
     closed: Arc<Notify>,
 }
@@ -182,12 +211,25 @@ impl Entry {
     fn expendable(&self, now: Instant) -> Option<(u8, Instant)> {
         let stalled = [self.unread_since, self.unsent_since].into_iter().flatten().min();
         let stalled = stalled.filter(|since| now.duration_since(*since) >= STALL);
+        // Its health checks wait for each other, so it would hold its place, while that of an orchestrator has no request yet.
+        let is_paced = self.health_due.saturating_duration_since(now) >= HEALTH_INTERVAL * HEALTH_BURST;
         match (self.phase, stalled) {
-            (Phase::Head(since), _) => Some((0, since)),
-            (_, Some(since)) => Some((1, since)),
-            (Phase::Request { kind: Kind::Health, since, .. }, None) => Some((2, since)),
+            (Phase::Head(since) | Phase::Request { kind: Kind::Health, since, .. }, _) if is_paced => {
+                Some((0, since))
+            }
+            (Phase::Head(since), _) => Some((1, since)),
+            (_, Some(since)) => Some((2, since)),
+            (Phase::Request { kind: Kind::Health, since, .. }, None) => Some((3, since)),
             (Phase::Request { .. }, None) => None,
         }
+    }
+
+    /// The pause before a health check; `None` for the first one in a while.
+    fn pause(&mut self, now: Instant) -> Option<Duration> {
+        let due = self.health_due.max(now);
+        self.health_due = due + HEALTH_INTERVAL;
+        let ahead = due.duration_since(now);
+        (!ahead.is_zero()).then(|| ahead.saturating_sub(HEALTH_INTERVAL * HEALTH_BURST))
     }
 
     /// The reason why the time of the connection is over.
@@ -271,6 +313,7 @@ impl AdminConnections {
             phase: Phase::Head(now),
             unread_since: None,
             unsent_since: None,
+            health_due: now,
             closed: closed.clone(),
         };
         table.entries.insert(id, entry);
@@ -302,12 +345,14 @@ impl Connection {
         }
     }
 
-    /// Takes a place for a request, if need be that of one whose client does not read or send. `None` if all places are taken by
-    /// requests that execute.
-    pub(super) fn begin(&self, path: &str) -> Option<Place> {
+    /// Takes a place for a request, if need be that of one whose client does not read or send.
+    ///
+    /// # Errors
+    /// [`NoPlace`], with the reason.
+    pub(super) fn begin(&self, path: &str) -> Result<Begun, NoPlace> {
         let (kind, now) = (Kind::of(path), Instant::now());
         let mut table = self.all.lock();
-        let client = table.entries.get(&self.id)?.client;
+        let client = table.entries.get(&self.id).ok_or(NoPlace::Closed)?.client;
         if let Some(pool) = kind.pool() {
             let is_other = |id: &u64, entry: &Entry| *id != self.id && entry.pool() == Some(pool);
             let (all, own) = table.count(client, is_other);
@@ -319,14 +364,18 @@ impl Connection {
                 if let Some(entry) = table.entries.get_mut(&self.id) {
                     entry.phase = Phase::Head(now);
                 }
-                return None;
+                return Err(NoPlace::Busy);
             }
         }
+        let mut begun = Begun { place: Place::Worker, pause: None };
         if let Some(entry) = table.entries.get_mut(&self.id) {
             entry.phase = Phase::Request { kind, since: now, is_answered: false };
             entry.unsent_since = None;
+            if kind == Kind::Health {
+                begun = Begun { place: Place::Here, pause: entry.pause(now) };
+            }
         }
-        Some(if kind == Kind::Health { Place::Here } else { Place::Worker })
+        Ok(begun)
     }
 
     /// Ready when the connection has to be closed, with the reason.
@@ -478,11 +527,13 @@ impl<B: HttpBody + Unpin> HttpBody for RequestBody<B> {
 pub(super) struct ResponseBody {
     body: Body,
     connection: Connection,
+    /// The place of a large response.
+    _place: Option<OwnedSemaphorePermit>,
 }
 
 impl ResponseBody {
-    pub(super) const fn new(body: Body, connection: Connection) -> Self {
-        Self { body, connection }
+    pub(super) const fn new(body: Body, connection: Connection, place: Option<OwnedSemaphorePermit>) -> Self {
+        Self { body, connection, _place: place }
     }
 }
 

@@ -51,7 +51,7 @@ fn stored(state: &AdminState) -> &dyn Store {
     state.seal.as_ref().map_or_else(|| &**state.engine.store(), |seal| &**seal.wrapped())
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ResealRequest {
     cursor: Option<String>,
@@ -64,11 +64,27 @@ struct ResealRequest {
 
 /// `POST /v1/seal/reseal`: seals the records of one page of the store with the key that seals now.
 pub(super) async fn reseal(State(state): State<AdminState>, body: Body) -> AdminResult {
-    let ResealRequest { cursor, limit, seal_clear, dry_run } = from_json(body)?;
-    let query = Page { cursor, limit }.query()?;
+    let request: ResealRequest = from_json(body)?;
     let Some(seal) = state.seal.clone() else {
         return Err(Problem::switched_off("This sidecar has no seal keys."));
     };
+    // A client that goes away does not stop the page half-way.
+    let task = tokio::spawn(async move { reseal_request(&seal, request).await });
+    Ok(view::json(&joined(task).await?))
+}
+
+/// The same for a store that this process has open: the request and the response are those of the admin API.
+///
+/// # Errors
+/// The detail of the problem.
+pub(crate) async fn reseal_opened(seal: &SealedStore, request: Value) -> Result<Value, String> {
+    let request = serde_json::from_value(request).map_err(|error| error.to_string())?;
+    reseal_request(seal, request).await.map_err(|problem| problem.detail().to_owned())
+}
+
+async fn reseal_request(seal: &SealedStore, request: ResealRequest) -> Result<Value, Problem> {
+    let ResealRequest { cursor, limit, seal_clear, dry_run } = request;
+    let query = Page { cursor, limit }.query()?;
     let keys = seal.keys().get();
     let Some(seals_with) = keys.ids().next().filter(|_| !keys.opens_only()) else {
         return Err(Problem::switched_off(
@@ -80,15 +96,11 @@ pub(super) async fn reseal(State(state): State<AdminState>, body: Body) -> Admin
             "seal_clear: this sidecar refuses what is in clear (`seal-required`), and a seal would make it look genuine.",
         ));
     }
-    // A client that goes away does not stop the page half-way.
     let options = ResealOptions { seals_clear: seal_clear, is_dry_run: dry_run };
-    let task = tokio::spawn(async move {
-        let page = stored(&state).list(query).await.map_err(|error| Problem::store_read(&error))?;
-        reseal_page(&seal, page, options).await
-    });
-    let mut counts = joined(task).await?;
+    let page = seal.wrapped().list(query).await.map_err(|error| Problem::store_read(&error))?;
+    let mut counts = reseal_page(seal, page, options).await?;
     counts["seals_with"] = seals_with.to_string().into();
-    Ok(view::json(&counts))
+    Ok(counts)
 }
 
 async fn reseal_page(seal: &SealedStore, page: ListPage, options: ResealOptions) -> Result<Value, Problem> {
@@ -100,7 +112,8 @@ async fn reseal_page(seal: &SealedStore, page: ListPage, options: ResealOptions)
     .into();
     let mut add = |name| *counts.entry(name).or_default() += 1;
     let mut missing: BTreeMap<String, u64> = BTreeMap::new();
-    for (id, record) in &page.records {
+    // The mark of the id secret has no content, and is no record of a request.
+    for (id, record) in page.records.iter().filter(|(id, _)| *id != ID_SECRET_RECORD) {
         let mut outcome = seal.reseal(*id, record, options).await;
         if matches!(outcome, Ok(ResealOutcome::Changed)) {
             // A request was faster. Once more with what it left.
@@ -281,7 +294,7 @@ pub(super) async fn forget_one(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
-    let id = listing::find(&state, &id).await?;
+    let id = listing::find(&**state.engine.store(), &id).await?;
     let request: ForgetOne = from_json(body)?;
     let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
     let refused = |what: String| Err(Problem::not_resolvable(id, what));
@@ -311,19 +324,24 @@ struct CompactRequest {
 }
 
 /// `POST /v1/compact`: begins to remove older versions of records from the log of an embedded store, or says how far that is.
+/// While a compaction runs, none begins, because each takes a segment of the log.
 pub(super) async fn compact(State(state): State<AdminState>, body: Body) -> AdminResult {
     let request: CompactRequest = from_json(body)?;
     let store = state.backup.get().ok_or_else(Problem::no_log)?;
-    let below = match request.below {
-        Some(below) => below,
+    let running = match request.below {
+        Some(_) => None,
+        None => store.running_compaction().map_err(|error| Problem::store_read(&error))?,
+    };
+    let (begun, below) = match request.below.or(running) {
+        Some(below) => (false, below),
         None => {
             let below = store.begin_compaction().await.map_err(|error| Problem::store_read(&error))?;
             tracing::info!("older versions of records are removed from the log");
-            below
+            (true, below)
         }
     };
     let is_done = store.is_compacted(below).map_err(|error| Problem::store_read(&error))?;
-    Ok(view::json(&json!({ "below": below, "compacted": is_done })))
+    Ok(view::json(&json!({ "below": below, "compacted": is_done, "begun": begun })))
 }
 
 const _: () = assert!(MAX_PAGE <= limits::MAX_PAGE_RECORDS);

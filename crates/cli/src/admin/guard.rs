@@ -33,11 +33,18 @@ pub(super) async fn guard(
     request: Request,
     next: Next,
 ) -> Response {
-    let token = live.borrow().token.clone();
+    let (token, metrics_token) = {
+        let live = live.borrow();
+        (live.token.clone(), live.metrics_token.clone())
+    };
     let is_open = matches!(request.uri().path(), "/livez" | "/readyz");
     let is_api = request.uri().path().starts_with("/v1/");
     let (method, headers) = (request.method(), request.headers());
-    match check(token.as_ref().filter(|_| !is_open), token.is_some(), is_api, method, headers) {
+    // Only reading, and only this path: not one below it, and no other spelling of it.
+    let is_metrics = method.is_safe() && request.uri().path() == "/metrics";
+    let is_reader = is_metrics && metrics_token.is_some_and(|token| check_token(&token, headers).is_ok());
+    let needed = token.as_ref().filter(|_| !is_open && !is_reader);
+    match check(needed, token.is_some(), is_api, method, headers) {
         Ok(()) if is_open => next.run(request).await,
         Ok(()) => while_token_holds(live, token, next.run(request).await),
         Err(problem) => problem.into_response(),

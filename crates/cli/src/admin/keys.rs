@@ -102,7 +102,9 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Admin
         return listing::newest(&state, filter, period).await;
     }
     let is_unsettled = filter.states == StateSet::UNSETTLED;
+    let turns = state.rows.all_turns().await;
     let page = store.list(filter).await.map_err(|error| Problem::store_read(&error))?;
+    drop(turns);
     let now = store.now();
     let records = page.records.iter().filter(|(_, record)| {
         period.includes(record.changed_at) && !(is_unsettled && is_shadow(record.label.operation()))
@@ -129,7 +131,7 @@ pub(super) async fn show(
             _ => return Err(Problem::bad_request(format!("{name}: {text:?} is neither true nor false"))),
         };
     }
-    let id = listing::find(&state, &id).await?;
+    let id = listing::find(&**state.engine.store(), &id).await?;
     let found = read_existing(&state, id).await?;
     Ok(view::json(&found.view(id, state.engine.store().now(), detail).json()))
 }
@@ -166,6 +168,7 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> AdminRe
         return find_by_key(&state, &find).await;
     }
     let (parts, key) = request_of(&state, &find)?;
+    state.ids().await?;
     let id = state.record_id(&parts, &key).ok_or_else(|| {
         let settings = state.settings(&parts.method, parts.uri.path());
         let names: Vec<_> = settings.caller().parts().map(|part| part_name(&part)).collect();
@@ -202,7 +205,7 @@ pub(super) async fn tag(State(state): State<AdminState>, body: Body) -> AdminRes
     let mut parts = caller.unwrap_or_default();
     parts.sort();
     let parts: Vec<_> = parts.iter().map(|(kind, value)| (kind.as_str(), value.as_bytes())).collect();
-    let ids = state.engine.ids();
+    let ids = state.ids().await?;
     let caller_tag = (!parts.is_empty()).then(|| ids.caller_tag(&Scope::caller_of_parts(&parts)).to_string());
     let key_tag = key.map(|key| ids.key_tag(&key).to_string());
     Ok(view::json(&json!({"key_tag": key_tag, "caller_tag": caller_tag})))
@@ -234,7 +237,7 @@ async fn find_by_key(state: &AdminState, find: &Find) -> AdminResult {
     }
     let key = searched_key(&find.key).map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
     let mut filter = ListQuery::default();
-    filter.key = Some(state.engine.ids().key_tag(&key));
+    filter.key = Some(state.ids().await?.key_tag(&key));
     filter.limit = limits::MAX_PAGE_RECORDS;
     listing::newest(state, filter, Period::default()).await
 }
@@ -427,7 +430,7 @@ pub(super) async fn resolve(
     headers: HeaderMap,
     body: Body,
 ) -> AdminResult {
-    let id = listing::find(&state, &id).await?;
+    let id = listing::find(&**state.engine.store(), &id).await?;
     let request: ResolveRequest = from_json(body)?;
     let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
     let amend = request.amend;
@@ -450,7 +453,7 @@ pub(super) async fn release(
     headers: HeaderMap,
     body: Body,
 ) -> AdminResult {
-    let id = listing::find(&state, &id).await?;
+    let id = listing::find(&**state.engine.store(), &id).await?;
     let request: ReleaseRequest = from_json(body)?;
     let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
     let verdict = Verdict { resolution: Resolution::Release, force: request.force, amend: false };
@@ -470,7 +473,7 @@ pub(super) async fn park(
     headers: HeaderMap,
     body: Body,
 ) -> AdminResult {
-    let id = listing::find(&state, &id).await?;
+    let id = listing::find(&**state.engine.store(), &id).await?;
     let request: ParkRequest = from_json(body)?;
     let audit = AuditTexts::read(request.actor.as_deref(), &request.reason, &headers)?;
     let verdict = Verdict { resolution: Resolution::Park, force: false, amend: false };
@@ -590,7 +593,8 @@ pub(super) async fn settle(
         Outcome::Resolved { from } => {
             // The record was changed, so this error must not report that nothing was.
             let found = seal::read(state, id).await.map_err(|error| Problem::store(&error))?;
-            let found = found.ok_or_else(|| Problem::no_record(id))?;
+            let found =
+                found.ok_or_else(|| Problem::internal("The record was changed, and has ended since."))?;
             let record = &found.record;
             let to = record.state_name(store.now());
             tracing::info!(
@@ -788,7 +792,9 @@ pub(super) fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)
 
 pub(super) fn from_json<T: DeserializeOwned>(body: Body) -> Result<T, Problem> {
     let body = body.map_err(|error| match error.status() {
-        StatusCode::PAYLOAD_TOO_LARGE => Problem::too_large("At most 16 MiB are accepted."),
+        StatusCode::PAYLOAD_TOO_LARGE => {
+            Problem::too_large("At most 64 KiB are accepted, and 16 MiB to resolve a record.")
+        }
         _ => Problem::bad_request(error.body_text()),
     })?;
     serde_json::from_slice(&body).map_err(|error| Problem::bad_request(format!("The body: {error}.")))

@@ -1,18 +1,24 @@
 //! Finds records for operators: the newest ones first, with totals, and one record by the beginning of its identifier.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use axum::response::Response;
 use futures_util::StreamExt as _;
-use futures_util::stream::FuturesUnordered;
-use oncegate_core::{ListPage, ListQuery, RecordId, StateName, StateSet, Store, Timestamp, limits};
+use futures_util::stream::{self, FuturesUnordered};
+use oncegate_core::{
+    KeyTag, ListPage, ListQuery, RecordId, StateName, StateSet, Store, StoreErrorKind, SurveyQuery,
+    TimePlace, Timestamp, limits,
+};
+use oncegate_http::SHADOW_OPERATION;
 use serde_json::json;
 use tokio::time::Instant;
 
 use super::AdminState;
-use super::keys::is_shadow;
 use super::problem::Problem;
+use super::survey::survey;
+use super::surveys::Hits;
 use super::view::{self, Detail, RecordView};
 
 /// Limits the time for which one request may walk through the store.
@@ -21,8 +27,14 @@ pub(super) const WALK_TIMEOUT: Duration = Duration::from_secs(5);
 /// The most unreadable records that one response names.
 const MAX_UNREADABLE: usize = 100;
 
+/// The most unreadable records that are counted.
+const MAX_COUNTED_UNREADABLE: usize = 100_000;
+
 /// The prefix of a record in problems.
-const RECORD_URN: &str = "urn:oncegate:record:";
+pub(super) const RECORD_URN: &str = "urn:oncegate:record:";
+
+/// The records of one list that are asked for at the same time. Those of all lists have a limit, too.
+const READS_AT_ONCE: usize = 4;
 
 /// The fewest digits by which a record may be named.
 pub(super) const MIN_PREFIX: usize = 6;
@@ -65,17 +77,39 @@ pub(super) enum TimeOrder {
     OldestFirst,
 }
 
-/// The place of a record in the order of time.
-pub(super) type TimePlace = (Timestamp, RecordId);
+/// A question about the records in the order of time.
+#[derive(Clone, Debug, Default)]
+pub(super) struct TimeQuery {
+    pub(super) list: ListQuery,
+    pub(super) period: Period,
+    pub(super) order: TimeOrder,
+    pub(super) after: Option<TimePlace>,
+}
+
+/// The first places in the order of time, and the numbers of all selected records by state.
+#[derive(Debug, Default)]
+pub(super) struct Places {
+    places: Vec<TimePlace>,
+    /// The first unreadable records, and the number of all that were found, up to [`MAX_COUNTED_UNREADABLE`].
+    unreadable: Vec<RecordId>,
+    unreadable_total: u64,
+    totals: BTreeMap<&'static str, u64>,
+    has_more: bool,
+    /// True if the whole store was read.
+    pub(super) is_complete: bool,
+}
 
 /// A part of the records in the order of time, and the number of all selected records by state.
 #[derive(Debug, Default)]
 pub(super) struct TimeListing {
     pub(super) records: Vec<(TimePlace, RecordView)>,
+    /// The first unreadable records.
     pub(super) unreadable: Vec<RecordId>,
+    /// The number of all that were found. There may be more: a survey need not read a record as a whole.
+    pub(super) unreadable_total: u64,
     pub(super) totals: BTreeMap<&'static str, u64>,
-    /// True if more records follow in this order.
-    pub(super) has_more: bool,
+    /// The place after which more records follow in this order.
+    pub(super) next: Option<TimePlace>,
     /// True if the whole store was read.
     pub(super) is_complete: bool,
     pub(super) now: Timestamp,
@@ -128,6 +162,8 @@ pub(super) async fn walk(
         if !has_more {
             continue;
         }
+        // It does not wait for anything either, and the pages and health checks of the admin address share its thread.
+        tokio::task::yield_now().await;
         if Instant::now() >= until {
             is_complete = false;
         } else {
@@ -145,71 +181,101 @@ struct Part {
     last: Option<RecordId>,
 }
 
-/// The first records in the order of time, after `after`, with the number of records in each state. If the store cannot be read
-/// in [`WALK_TIMEOUT`], the listing covers only the part that was read.
-pub(super) async fn by_time(
-    state: &AdminState,
-    mut query: ListQuery,
-    period: Period,
-    order: TimeOrder,
-    after: Option<TimePlace>,
-) -> Result<TimeListing, Problem> {
-    let most = query.bounded_limit();
-    query.limit = limits::MAX_PAGE_RECORDS;
-    let store = state.engine.store();
-    // Records of requests that were only observed wait for no operator.
-    let is_unsettled = query.states == StateSet::UNSETTLED;
-    let mut listed: BTreeMap<TimePlace, RecordView> = BTreeMap::new();
-    let mut listing = TimeListing { is_complete: true, ..TimeListing::default() };
-    let is_before = |one: &TimePlace, other: &TimePlace| match order {
-        TimeOrder::NewestFirst => one > other,
-        TimeOrder::OldestFirst => one < other,
-    };
-    let mut totals = [0_u64; StateName::ALL.len()];
-    listing.is_complete = walk(&**store, &query, |page, now| {
-        listing.now = now;
-        for (id, record) in page.records {
-            if !period.includes(record.changed_at) || is_unsettled && is_shadow(record.label.operation()) {
-                continue;
+impl TimeQuery {
+    /// Finds the places. If the store cannot be read in [`WALK_TIMEOUT`], they are those of the part that was read.
+    pub(super) async fn find(&self, store: &dyn Store) -> Result<Places, Problem> {
+        let most = self.list.bounded_limit();
+        let mut query = SurveyQuery::default();
+        query.list = self.list.clone();
+        query.changed_since = self.period.since;
+        query.changed_before = self.period.until;
+        if self.list.states == StateSet::UNSETTLED {
+            // Records of requests that were only observed wait for no operator.
+            query.except_operation = Some(SHADOW_OPERATION.to_owned());
+        }
+        query.is_oldest_first = self.order == TimeOrder::OldestFirst;
+        query.beyond = self.after;
+        // One more tells that there are more.
+        query.max_places = most + 1;
+        let mut found = Places::default();
+        let mut unreadable = HashSet::new();
+        let is_complete = survey(store, &query, |part| {
+            for count in part.counts {
+                *found.totals.entry(count.state.as_str()).or_default() += count.records;
             }
-            let state = record.state_name(now);
-            if let Some(total) =
-                StateName::ALL.iter().position(|name| *name == state).and_then(|at| totals.get_mut(at))
-            {
-                *total += 1;
+            // A store with an order of its own may find a record twice.
+            for id in part.unreadable {
+                if unreadable.len() < MAX_COUNTED_UNREADABLE
+                    && unreadable.insert(id)
+                    && found.unreadable.len() < MAX_UNREADABLE
+                {
+                    found.unreadable.push(id);
+                }
             }
-            let place = (record.changed_at, id);
-            if after.is_some_and(|after| !is_before(&after, &place)) {
-                continue;
+            let places = &mut found.places;
+            places.extend(part.places);
+            // A store with an order of its own may find a record twice, before and after a change.
+            places.sort_unstable_by_key(|(at, id)| (*id, Reverse(*at)));
+            places.dedup_by_key(|(_, id)| *id);
+            places.sort_unstable();
+            if self.order == TimeOrder::NewestFirst {
+                places.reverse();
             }
-            let last = match order {
-                TimeOrder::NewestFirst => listed.first_key_value(),
-                TimeOrder::OldestFirst => listed.last_key_value(),
-            };
-            if listed.len() < most || last.is_some_and(|(last, _)| is_before(&place, last)) {
-                listed.insert(place, RecordView::new(id, &record, now, Detail::Line));
-            } else {
-                listing.has_more = true;
+            places.truncate(most + 1);
+        });
+        found.is_complete = is_complete.await?;
+        found.unreadable_total = unreadable.len() as u64;
+        found.has_more = found.places.len() > most;
+        found.places.truncate(most);
+        Ok(found)
+    }
+
+    /// Reads the records at these places, as they are now.
+    pub(super) async fn read(&self, state: &AdminState, found: &Places) -> Result<TimeListing, Problem> {
+        let mut listing = TimeListing {
+            unreadable: found.unreadable.clone(),
+            unreadable_total: found.unreadable_total,
+            totals: found.totals.clone(),
+            next: found.places.last().filter(|_| found.has_more).copied(),
+            is_complete: found.is_complete,
+            now: state.engine.store().now(),
+            ..TimeListing::default()
+        };
+        let until = Instant::now() + WALK_TIMEOUT;
+        let reads = found.places.clone().into_iter();
+        let reads = reads.map(|place| async move { (place, state.rows.read(place.1).await) });
+        let mut reads = stream::iter(reads).buffered(READS_AT_ONCE);
+        while let Some((place, found)) = reads.next().await {
+            match found {
+                Ok(Some(found)) if self.list.matches(&found.record, listing.now) => {
+                    let view = RecordView::new(place.1, &found.record, listing.now, Detail::Line);
+                    listing.records.push((place, view));
+                }
+                // It has changed or ended since.
+                Ok(_) => {}
+                Err(error) if error.kind() == StoreErrorKind::Corrupt => {
+                    // The survey that found this place could read its beginning, so it did not count it.
+                    listing.unreadable_total += 1;
+                    if listing.unreadable.len() < MAX_UNREADABLE {
+                        listing.unreadable.push(place.1);
+                    }
+                }
+                Err(error) => return Err(Problem::store_read(&error)),
             }
-            if listed.len() > most {
-                listing.has_more = true;
-                match order {
-                    TimeOrder::NewestFirst => listed.pop_first(),
-                    TimeOrder::OldestFirst => listed.pop_last(),
-                };
+            if Instant::now() >= until {
+                // The numbers are those of the whole store nevertheless.
+                listing.next = Some(place);
+                break;
             }
         }
-        let left = MAX_UNREADABLE.saturating_sub(listing.unreadable.len());
-        listing.unreadable.extend(page.unreadable.iter().take(left));
-    })
-    .await?;
-    let names = StateName::ALL.map(StateName::as_str).into_iter().zip(totals);
-    listing.totals = names.filter(|(_, total)| *total > 0).collect();
-    listing.records = match order {
-        TimeOrder::NewestFirst => listed.into_iter().rev().collect(),
-        TimeOrder::OldestFirst => listed.into_iter().collect(),
-    };
-    Ok(listing)
+        Ok(listing)
+    }
+
+    /// The records in the order of time, from the store as it is now.
+    pub(super) async fn list(&self, state: &AdminState) -> Result<TimeListing, Problem> {
+        let found = self.find(&**state.engine.store()).await?;
+        self.read(state, &found).await
+    }
 }
 
 /// The newest records first, as JSON.
@@ -218,10 +284,12 @@ pub(super) async fn newest(
     query: ListQuery,
     period: Period,
 ) -> Result<Response, Problem> {
-    let listing = by_time(state, query, period, TimeOrder::NewestFirst, None).await?;
+    let query = TimeQuery { list: query, period, ..TimeQuery::default() };
+    let listing = query.list(state).await?;
     Ok(view::json(&json!({
         "records": listing.records.iter().map(|(_, record)| record.json()).collect::<Vec<_>>(),
         "unreadable": listing.unreadable.iter().map(RecordId::to_string).collect::<Vec<_>>(),
+        "unreadable_total": listing.unreadable_total,
         "next": null,
         "total": listing.total(),
         "totals": listing.totals,
@@ -231,7 +299,7 @@ pub(super) async fn newest(
 }
 
 /// The record with this identifier, or the only one whose identifier begins with this text.
-pub(super) async fn find(state: &AdminState, text: &str) -> Result<RecordId, Problem> {
+pub(super) async fn find(store: &dyn Store, text: &str) -> Result<RecordId, Problem> {
     let text = text.trim();
     // Refusals name records to clients in this form.
     let text = text.strip_prefix(RECORD_URN).unwrap_or(text);
@@ -245,11 +313,10 @@ pub(super) async fn find(state: &AdminState, text: &str) -> Result<RecordId, Pro
             "{text:?} is not a record; it has 64 hexadecimal digits, as a listing shows them, or the first {MIN_PREFIX} or more of them."
         )));
     }
-    let store = state.engine.store();
     let mut found = if store.capabilities().lists_in_order {
-        in_order(&**store, &prefix).await
+        in_order(store, &prefix).await
     } else {
-        by_walking(&**store, &prefix).await
+        by_walking(store, &prefix).await
     }?;
     found.sort_unstable();
     found.dedup();
@@ -258,6 +325,18 @@ pub(super) async fn find(state: &AdminState, text: &str) -> Result<RecordId, Pro
         [] => Err(Problem::no_record_like(text)),
         _ => Err(Problem::ambiguous(text, &found)),
     }
+}
+
+/// Searches for the records of a key.
+pub(super) async fn records_of_key(store: &dyn Store, key: KeyTag) -> Result<Hits, Problem> {
+    let mut query = ListQuery::default();
+    (query.key, query.limit) = (Some(key), 2);
+    let found = TimeQuery { list: query, ..TimeQuery::default() }.find(store).await?;
+    Ok(match &found.places[..] {
+        [] => Hits::None { is_complete: found.is_complete, unreadable: found.unreadable_total },
+        [(_, only)] if found.is_complete => Hits::One(*only),
+        _ => Hits::Several,
+    })
 }
 
 /// The most candidates that are shown for an ambiguous beginning.

@@ -171,7 +171,8 @@ pub(crate) struct DeadLetterPage {
 }
 
 impl DeadLetterPage {
-    /// Reads a page. No index has the time of dead letters: with a period, they are read for at most [`WALK_TIMEOUT`].
+    /// Reads a page. A database whose functions are of an earlier version cannot select by time: there, all dead letters are
+    /// read, for at most [`WALK_TIMEOUT`].
     pub(crate) async fn read(
         operator: &MessageOperator,
         selection: &LetterSelection,
@@ -179,8 +180,22 @@ impl DeadLetterPage {
     ) -> Result<Self, MessageFailure> {
         let LetterSelection { mut filter, period } = selection.clone();
         let until = Instant::now() + WALK_TIMEOUT;
-        let at_once = if period == Period::default() { limit } else { limits::MAX_PAGE_RECORDS };
+        let has_period = period != Period::default();
+        let at_once = if has_period { limits::MAX_PAGE_RECORDS } else { limit };
         let mut page = Self { letters: Vec::new(), counts: None, next: None, is_complete: true };
+        let times = (period.since, period.until);
+        let of_period = match has_period {
+            true => {
+                operator.dead_letters_of_period(&filter, times, limit).await.map_err(MessageFailure::Read)?
+            }
+            false => None,
+        };
+        if let Some(letters) = of_period {
+            page.next = letters.last().filter(|_| letters.len() >= limit).map(|last| last.number);
+            page.letters = letters;
+            page.counts = in_time(operator.dead_letter_counts().await)?;
+            return Ok(page);
+        }
         loop {
             let letters = operator.dead_letters(&filter, at_once).await.map_err(MessageFailure::Read)?;
             let is_last = letters.len() < at_once;

@@ -28,28 +28,38 @@ use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Metric, Registry, Unit};
 
+use super::cache::CacheCollector;
 use super::census::Counts;
 use super::durations::{Durations, FamilyWriter, REQUEST_BOUNDS, STORE_BOUNDS, label};
+use super::message_counts::MessageCounts;
 use super::routes::RouteMetrics;
 use super::{AdminState, process};
 use crate::activity::{OutcomeCounts, OutcomeGroup};
 use crate::otlp::Signal;
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
-/// The current guarantees of the store. They change with the configuration of its server.
-struct StorePromises(Box<dyn Fn() -> Capabilities + Send + Sync>);
+/// The current guarantees of the store that decides. They change with the configuration of its server.
+struct StorePromises {
+    store: Box<dyn Fn() -> Capabilities + Send + Sync>,
+    has_cache: bool,
+}
 
 impl fmt::Debug for StorePromises {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("StorePromises").field(&(self.0)()).finish()
+        f.debug_struct("StorePromises").field("store", &(self.store)()).finish_non_exhaustive()
     }
 }
 
+/// The stores that belong to one process. Sidecars share all others.
+const STORES_OF_ONE_PROCESS: [&str; 2] = ["embedded", "memory"];
+
 impl Collector for StorePromises {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let store = (self.0)();
+        let store = (self.store)();
+        let is_own = STORES_OF_ONE_PROCESS.contains(&store.name);
         let promises = [
-            ("store", store.name.to_owned()),
+            ("store", if self.has_cache { "cached" } else { store.name }.to_owned()),
+            ("place", if is_own { "process" } else { "server" }.to_owned()),
             ("durability", format!("{:?}", store.durability).to_ascii_lowercase()),
             ("fencing", format!("{:?}", store.fencing).to_ascii_lowercase()),
         ];
@@ -102,6 +112,7 @@ struct Inner {
     revocations_end: OptionalGauge,
     reloads: [ReloadMetrics; ReloadSubject::ALL.len()],
     unsettled: UnsettledMetrics,
+    messages: MessageGauges,
     spans: [Counter; SpanFate::ALL.len()],
     exports: [[Counter; 2]; Signal::ALL.len()],
     advisories: Family<[Label; 1], Gauge>,
@@ -229,21 +240,19 @@ impl ReconcileResult {
 }
 
 impl Metrics {
-    /// Metrics for a store with these guarantees.
-    pub(crate) fn new(store: impl Fn() -> Capabilities + Send + Sync + 'static) -> Self {
-        Self::with(store, |_| ())
-    }
-
-    /// As [`new`](Self::new), with further metrics.
-    pub(crate) fn with(
+    /// Metrics for a store with these guarantees, and for the cache in front of it, if there is one.
+    pub(crate) fn new(
         store: impl Fn() -> Capabilities + Send + Sync + 'static,
-        more: impl FnOnce(&mut Registry),
+        cache: Option<CacheCollector>,
     ) -> Self {
         let mut registry = Registry::with_prefix("oncegate");
-        more(&mut registry);
+        let has_cache = cache.is_some();
+        if let Some(cache) = cache {
+            registry.register_collector(Box::new(cache));
+        }
         let r = &mut registry;
         r.register("build", "The program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
-        r.register_collector(Box::new(StorePromises(Box::new(store))));
+        r.register_collector(Box::new(StorePromises { store: Box::new(store), has_cache }));
         let requests = add(r, "requests", "Requests by outcome and class of status", Family::default());
         let events: Family<[Label; 1], Counter> =
             add(r, "events", "Events of records, by event", Family::default());
@@ -292,7 +301,7 @@ impl Metrics {
         let settlements_pending = add(r, "settlements_pending", help, Gauge::default());
         let store_usage = StoreUsageGauges::register(r);
         let limits = LimitGauges::register(r);
-        let help = "1 while the store is out of reach or accepts no writes";
+        let help = "1 while the store is out of reach, accepts no writes or no new keys, or belongs to another id secret";
         let degraded = add(r, "degraded", help, Gauge::default());
         let help = "1 for the current state of the circuit breaker of the store";
         let breakers: Family<[Label; 1], Gauge> = add(r, "breaker", help, Family::default());
@@ -312,6 +321,7 @@ impl Metrics {
         let revocations_end =
             OptionalGauge::register(r, "tls_client_crl_next_update", help, Some(Unit::Seconds));
         let unsettled = UnsettledMetrics::register(r);
+        let messages = MessageGauges::register(r);
         let help = "Spans of traces, by result";
         let spans: Family<[Label; 1], Counter> = add(r, "trace_spans", help, Family::default());
         let help = "Messages to the collector (otlp-endpoint), by signal and result";
@@ -368,6 +378,7 @@ impl Metrics {
             revocations_end,
             reloads,
             unsettled,
+            messages,
             spans: SpanFate::ALL.map(|fate| spans.get_or_create_owned(&[("result", fate.as_str())])),
             exports: Signal::ALL.map(|signal| {
                 ["accepted", "failed"].map(|result| {
@@ -419,6 +430,12 @@ impl Metrics {
         if let Some(counter) = self.0.spans.get(fate as usize) {
             counter.inc_by(count);
         }
+    }
+
+    /// The spans that did not get to the collector, or that it rejected.
+    pub(crate) fn lost_spans(&self) -> u64 {
+        let lost = [SpanFate::Rejected, SpanFate::Failed, SpanFate::Dropped];
+        lost.iter().filter_map(|fate| self.0.spans.get(*fate as usize)).map(Counter::get).sum()
     }
 
     /// Counts a message to the collector.
@@ -514,6 +531,11 @@ impl Metrics {
         *self.0.unsettled.lock() = Some(counts);
     }
 
+    /// Sets the last count of messages; without one there are no such series.
+    pub(super) fn set_message_counts(&self, counts: Option<MessageCounts>) {
+        self.0.messages.set(counts);
+    }
+
     /// Counts a record that no operator settled before its retention ended.
     pub(super) fn count_expired_unsettled(&self) {
         self.0.unsettled.expired.inc();
@@ -522,7 +544,7 @@ impl Metrics {
     /// All metrics, in the text format of OpenMetrics. Only that format has exemplars, so the text for another one has none.
     pub(crate) fn render(&self, state: &AdminState, has_exemplars: bool) -> Result<String, fmt::Error> {
         let AdminState { engine, breaker, .. } = state;
-        self.0.degraded.set(breaker.is_degraded().into());
+        self.0.degraded.set(state.is_degraded().into());
         let is = breaker.state();
         for (state, gauge) in BreakerState::ALL.into_iter().zip(&self.0.breaker) {
             gauge.set((state == is).into());
@@ -561,7 +583,9 @@ impl Metrics {
         self.0.executing.set(gauged(self.executing()));
         let mut text = String::new();
         encode_registry(&mut text, &self.0.registry)?;
-        self.write_durations(&mut FamilyWriter { out: &mut text, has_exemplars })?;
+        let mut writer = FamilyWriter { out: &mut text, has_exemplars };
+        self.write_durations(&mut writer)?;
+        state.surveys.write_durations(&mut writer)?;
         encode_registry(&mut text, &self.0.process)?;
         encode_eof(&mut text)?;
         Ok(text)
@@ -735,6 +759,41 @@ impl StoreUsageGauges {
         self.max_records.set(usage.and_then(|usage| usage.max_records).map(gauged));
         self.bytes.set(usage.map(|usage| gauged(usage.bytes)));
         self.max_bytes.set(usage.and_then(|usage| usage.max_bytes).map(gauged));
+    }
+}
+
+/// The messages in the database of the store that wait for someone. Other stores have no such series.
+struct MessageGauges {
+    dead_letters: OptionalGauge,
+    waiting: OptionalGauge,
+    oldest: OptionalGauge,
+    failing: OptionalGauge,
+    refused: OptionalGauge,
+}
+
+impl MessageGauges {
+    fn register(registry: &mut Registry) -> Self {
+        let help =
+            "Dead letters in the database of the store; counted in the background, in at most 100 groups";
+        let dead_letters = OptionalGauge::register(registry, "dead_letters", help, None);
+        let help = "Messages of the outbox that are not published yet";
+        let waiting = OptionalGauge::register(registry, "outbox_waiting", help, None);
+        let help = "Age of the oldest of them when they were counted; 0 if there is none";
+        let oldest = OptionalGauge::register(registry, "outbox_oldest", help, Some(Unit::Seconds));
+        let help = "Messages of the outbox with a failed attempt";
+        let failing = OptionalGauge::register(registry, "outbox_failing", help, None);
+        let help = "Messages of the outbox that the broker refused for good, and that wait for an operator";
+        let refused = OptionalGauge::register(registry, "outbox_refused", help, None);
+        Self { dead_letters, waiting, oldest, failing, refused }
+    }
+
+    fn set(&self, counts: Option<MessageCounts>) {
+        let outbox = counts.map(|counts| counts.outbox);
+        self.dead_letters.set(counts.map(|counts| gauged(counts.dead_letters)));
+        self.waiting.set(outbox.map(|outbox| gauged(outbox.waiting)));
+        self.oldest.set(outbox.map(|outbox| gauged(outbox.oldest.map_or(0, |oldest| oldest.as_secs()))));
+        self.failing.set(outbox.map(|outbox| gauged(outbox.failing)));
+        self.refused.set(outbox.map(|outbox| gauged(outbox.refused)));
     }
 }
 
@@ -1152,6 +1211,7 @@ impl Store for MeasuredStore {
     }
 
     delegate_store!(
-        self, self.store => lookup list audit check changed advisories usage clock_skew accept_clock now capabilities
+        self, self.store => lookup list survey audit check changed
+            open_transactions advisories usage clock_skew accept_clock now capabilities
     );
 }

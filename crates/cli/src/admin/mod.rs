@@ -15,10 +15,13 @@
 //! | `POST /v1/keys/{record}/release` | frees a key; with `force` also one whose owner may be alive |
 //! | `GET /v1/clock` | the disagreement between the machine's clock and the store, and the records that end if it is accepted |
 //! | `POST /v1/clock/accept` | the store accepts the machine's clock, which was set ahead |
+//! | `GET /v1/id-secret` | the id secret of this sidecar by its name, and the mark of the store |
+//! | `POST /v1/id-secret/restore` | puts back the mark that a store with records has lost |
 //! | `GET /v1/audit?before=&limit=` | the changes by operators, with their reasons, newest first |
 //! | `GET /v1/backup` | the files of an embedded store as they are at this moment, as a tar archive |
 //! | `GET /v1/seal` | the ids of the keys that encrypt stored responses, and what could not be opened |
 //! | `GET /v1/seal/usage?cursor=` | the records of a page of the store, counted by the key that sealed them |
+//! | `GET /v1/seal/messages` | the dead letters and buffered events of the store's database, by the key that sealed them |
 //! | `GET /v1/dead-letters?consumer=&topic=&reason=&since=&until=&before=&limit=` | dead letters of messages, the newest first |
 //! | `GET /v1/dead-letters/{number}?payload=true` | one dead letter; its payload only if asked for |
 //! | `POST /v1/dead-letters/{number}/requeue`, `…/drop` | publishes it again through the outbox, or deletes it |
@@ -45,16 +48,21 @@ mod dashboard;
 mod durations;
 mod exposition;
 mod guard;
+mod id_secret;
 mod keys;
 mod listing;
 mod log_level;
+mod message_counts;
 pub(crate) mod messages;
 mod metrics;
 mod problem;
 mod process;
 mod routes;
+mod rows;
 mod seal;
 mod summary;
+mod survey;
+mod surveys;
 #[cfg(test)]
 pub(crate) mod tests;
 mod view;
@@ -62,15 +70,17 @@ mod view;
 use std::convert::Infallible;
 use std::future::Future;
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::body::{Body, HttpBody as _};
+use axum::extract::{DefaultBodyLimit, Extension, Request, State};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, StatusCode, Uri};
@@ -80,7 +90,7 @@ use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::TokioIo;
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
-use oncegate_core::{ErrorChain, IdempotencyKey, RecordId, StoreErrorKind};
+use oncegate_core::{ErrorChain, IdScheme, IdempotencyKey, RecordId, Store, StoreErrorKind};
 use oncegate_engine::{Breaker, BreakerState, Engine};
 use oncegate_http::{IdempotencyLayer, JwtVerifier, Settings};
 use oncegate_postgres::messages::MessageOperator;
@@ -88,10 +98,13 @@ use oncegate_seal::{SealRefusals, SealedStore};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
-use self::connections::{AdminConnections, AdminStream, Connection, Place, RequestBody, ResponseBody};
+use self::connections::{
+    AdminConnections, AdminStream, Connection, NoPlace, Place, RequestBody, ResponseBody,
+};
 use self::exposition::Exposition;
 use self::problem::Problem;
 use crate::activity::Activity;
@@ -102,13 +115,17 @@ pub(crate) use self::backup::{BackupStore, TAKEN_FIELD};
 pub(crate) use self::cache::CacheCollector;
 pub(crate) use self::census::{AbandonedRecords, run as count_records};
 pub(crate) use self::connections::MAX_CONNECTIONS;
+pub(crate) use self::content::reseal_opened;
 pub(crate) use self::dashboard::{Dashboard, PeerAddress};
 pub(crate) use self::keys::searched_key;
+pub(crate) use self::message_counts::run as count_messages;
 pub(crate) use self::metrics::PLAIN as PLAIN_DISPOSITIONS;
 pub(crate) use self::metrics::{
     Metrics, ReconcileResult, RefusedHandshake, ReloadSubject, SpanFate, UpstreamResult,
 };
 pub(crate) use self::routes::{DEFAULT_ROUTE, method_name};
+pub(crate) use self::rows::Rows;
+pub(crate) use self::surveys::Surveys;
 pub(crate) use self::view::{days_to, time};
 
 /// The state behind the admin API.
@@ -128,6 +145,8 @@ pub(crate) struct AdminState {
     pub(crate) dashboard: Dashboard,
     /// The messages in the database of the store; `None` if it is not PostgreSQL.
     pub(crate) messages: Option<MessageOperator>,
+    /// The records that this process left without an outcome.
+    pub(crate) left: AbandonedRecords,
     pub(crate) live: watch::Receiver<AdminLive>,
     /// The store that can be copied while it works.
     pub(crate) backup: BackupStore,
@@ -135,6 +154,61 @@ pub(crate) struct AdminState {
     pub(crate) seal: Option<Arc<SealedStore>>,
     /// The stored responses and steps that could not be opened.
     pub(crate) seal_refusals: SealRefusals,
+    pub(crate) ready_checks: ReadyChecks,
+    /// The records of lists.
+    pub(crate) rows: Rows,
+    /// The last surveys for the dashboard.
+    pub(crate) surveys: Surveys,
+    pub(crate) expositions: Expositions,
+}
+
+/// The last check of the store for `/readyz`, with the time at which it began. All clones share it.
+///
+/// There is one check at a time, because anyone may ask. Those that wait for it share the next one, so no response is older than
+/// its question.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ReadyChecks(Arc<Mutex<Option<ReadyCheck>>>);
+
+/// The last texts of the metrics, each with the time at which it was begun. All clones share them.
+///
+/// Anyone may ask without a token. Requests that wait for their turns share the next text, so none is older than its request.
+/// It is written by the thread of the connections: while a request waits for another thread, its connection may be closed for
+/// a new one.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Expositions(Arc<std::sync::Mutex<[Option<LastExposition>; 2]>>);
+
+impl Expositions {
+    fn get(
+        &self,
+        form: Exposition,
+        asked_at: Instant,
+        render: impl FnOnce() -> Option<String>,
+    ) -> Option<Bytes> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let [plain, open_metrics] = &mut *all;
+        let last = if form == Exposition::OpenMetrics { open_metrics } else { plain };
+        if let Some(LastExposition { begun, text }) = last
+            && *begun >= asked_at
+        {
+            return Some(text.clone());
+        }
+        let begun = Instant::now();
+        let text = Bytes::from(render()?);
+        *last = Some(LastExposition { begun, text: text.clone() });
+        Some(text)
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct LastExposition {
+    begun: Instant,
+    text: Bytes,
+}
+
+#[derive(Debug)]
+struct ReadyCheck {
+    begun: Instant,
+    result: Result<(), String>,
 }
 
 /// The part of the state that a reload replaces.
@@ -146,6 +220,8 @@ pub(crate) struct AdminLive {
     pub(crate) layer: IdempotencyLayer,
     /// The token that an operator must send; `None` on loopback addresses only.
     pub(crate) token: Option<AdminToken>,
+    /// The token that opens `/metrics` alone, next to that of operators.
+    pub(crate) metrics_token: Option<AdminToken>,
     /// Verifies the tokens that name callers.
     pub(crate) jwt: Option<JwtVerifier>,
     /// The reloads that were refused, and that no later one has made good.
@@ -159,7 +235,8 @@ pub(crate) struct RefusedReloads {
     certificate: Option<String>,
 }
 
-/// The longest reason of a refused reload that a note shows, in characters. The log has the whole reason.
+/// The longest reason of a refused reload, or of a store out of reach, that is shown, in characters.
+/// The log has the whole reason.
 const MAX_REASON: usize = 300;
 
 impl RefusedReloads {
@@ -195,6 +272,27 @@ impl AdminState {
         self.live.borrow().layer.settings(method, path).clone()
     }
 
+    /// Returns true if the store is out of reach, refuses writes, or belongs to another id secret.
+    fn is_degraded(&self) -> bool {
+        let problem = self.engine.id_guard().problem();
+        self.breaker.is_degraded() || problem.is_some_and(|problem| !problem.is_temporary())
+    }
+
+    /// The computation of ids and tags, by which records are searched.
+    ///
+    /// # Errors
+    /// If the store belongs to another id secret, or to one at all: a search would find nothing, and would look as if the key had
+    /// never been used.
+    async fn ids(&self) -> Result<&IdScheme, Problem> {
+        let guard = self.engine.id_guard();
+        // If the store does not answer, the search itself fails.
+        let _unanswered = guard.admit().await;
+        match guard.problem().filter(|problem| !problem.is_temporary()) {
+            Some(problem) => Err(Problem::id_secret(&problem)),
+            None => Ok(self.engine.ids()),
+        }
+    }
+
     /// The identifier of the record of a request with this head and this key.
     fn record_id(&self, request: &Parts, key: &IdempotencyKey) -> Option<RecordId> {
         self.live.borrow().layer.record_id(request, key)
@@ -219,6 +317,19 @@ impl Draining {
 /// The largest request, which is a resolution with a body.
 const MAX_REQUEST: usize = 16 * 1024 * 1024;
 
+/// The largest body of a request without a response for retries.
+const MAX_SMALL_REQUEST: usize = 64 * 1024;
+
+/// The most requests at a time whose bodies may be larger than [`MAX_SMALL_REQUEST`]. With the limit of requests, this bounds the
+/// memory for bodies.
+const MAX_LARGE_REQUESTS: usize = 4;
+
+/// A response from this size on is a large one: a payload or a stored response, and what its client does not read is in memory.
+const LARGE_RESPONSE: u64 = 1024 * 1024;
+
+/// The most large responses at a time.
+const MAX_LARGE_RESPONSES: usize = 8;
+
 /// Limits the time in which the store must report that it is ready. Orchestrators ask every few seconds.
 const READY_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -242,12 +353,52 @@ async fn mark(mut response: Response) -> Response {
     response
 }
 
+/// Takes a place for a large body, which is free at the end of the request. `None` if the body is small.
+///
+/// # Errors
+/// If all places are taken.
+fn place_for_body(state: &AdminState, headers: &HeaderMap) -> Result<Option<OwnedSemaphorePermit>, Problem> {
+    let length = headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+    // Without a length, it may be large.
+    if length.is_some_and(|length: usize| length <= MAX_SMALL_REQUEST) {
+        return Ok(None);
+    }
+    let place = state.dashboard.large_bodies().try_acquire_owned();
+    place.map(Some).map_err(|_| Problem::busy("Too many large requests are running; try again."))
+}
+
+/// Passes on a request that may have a large body, or refuses it.
+async fn large_body(State(state): State<AdminState>, request: Request, next: Next) -> Response {
+    match place_for_body(&state, request.headers()) {
+        Ok(_place) => next.run(request).await,
+        Err(problem) => problem.into_response(),
+    }
+}
+
+/// A response, with a place until its end if it is a large one; a refusal if all places are taken.
+async fn with_place(response: Response, places: &Arc<Semaphore>) -> (Response, Option<OwnedSemaphorePermit>) {
+    // Backups and the live feed are written piece by piece, and have no size in advance.
+    if response.body().size_hint().lower() < LARGE_RESPONSE {
+        return (response, None);
+    }
+    match places.clone().try_acquire_owned() {
+        Ok(place) => (response, Some(place)),
+        Err(_) => {
+            drop(response);
+            let problem = Problem::busy("Too many large responses are being sent; try again.");
+            (mark(problem.into_response()).await, None)
+        }
+    }
+}
+
 /// The admin API.
 pub(crate) fn router(state: AdminState) -> Router {
     use messages::MessageAction::{Drop, Requeue};
     use messages::MessageKind::{DeadLetter, Outbox};
     use messages::change_endpoint;
     let guard = axum::middleware::from_fn_with_state(state.live.clone(), guard::guard);
+    let changes = axum::middleware::from_fn_with_state(state.surveys.clone(), surveys::note_changes);
+    let large = axum::middleware::from_fn_with_state(state.clone(), large_body);
     Router::new()
         .route("/livez", get(async || text("ok\n")))
         .route("/readyz", get(readyz))
@@ -258,13 +409,17 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/keys/tag", post(keys::tag))
         .route("/v1/keys/{record}", get(keys::show))
         .route("/v1/keys/{record}/timeline", get(activity::timeline))
-        .route("/v1/keys/{record}/resolve", post(keys::resolve))
+        .route(
+            "/v1/keys/{record}/resolve",
+            post(keys::resolve).layer(DefaultBodyLimit::max(MAX_REQUEST)).layer(large),
+        )
         .route("/v1/keys/{record}/release", post(keys::release))
         .route("/v1/keys/{record}/park", post(keys::park))
         .route("/v1/keys/{record}/forget", post(content::forget_one))
         .route("/v1/audit", get(keys::audit))
         .route("/v1/seal", get(seal::show))
         .route("/v1/seal/usage", get(seal::usage))
+        .route("/v1/seal/messages", get(seal::messages))
         .route("/v1/seal/reseal", post(content::reseal))
         .route("/v1/audit/messages", get(messages::audit))
         .route("/v1/dead-letters", get(messages::dead_letters))
@@ -282,12 +437,16 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/clock", get(clock::show))
         .route("/v1/clock/accept", post(clock::accept))
         .route("/v1/compact", post(content::compact))
+        .route("/v1/id-secret", get(id_secret::show))
+        .route("/v1/id-secret/restore", post(id_secret::restore))
         .route("/v1/log-level", get(log_level::show).put(log_level::set).delete(log_level::reset))
         .fallback(dashboard::no_such_path)
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             Problem::no_such_method(&method, uri.path())
         })
-        .layer(DefaultBodyLimit::max(MAX_REQUEST))
+        .layer(DefaultBodyLimit::max(MAX_SMALL_REQUEST))
+        // Inside of the guard: a stranger's request changes nothing.
+        .layer(changes)
         .layer(guard)
         .merge(dashboard::router(&state))
         .layer(axum::middleware::map_response(mark))
@@ -306,6 +465,7 @@ pub(crate) async fn serve(
     let router = router(state);
     let graceful = GracefulShutdown::new();
     let connections = AdminConnections::default();
+    let large = Arc::new(Semaphore::new(MAX_LARGE_RESPONSES));
     tokio::pin!(stop);
     loop {
         let (stream, peer) = tokio::select! {
@@ -321,7 +481,7 @@ pub(crate) async fn serve(
             },
         };
         let Some(connection) = connections.admit(peer.ip()) else { continue };
-        let router = (router.clone(), workers.clone());
+        let router = (router.clone(), workers.clone(), large.clone());
         tokio::spawn(serve_connection(stream, peer.ip(), connection, router, graceful.watcher()));
         // So that this connection reads its request, which may have come already, before the next one may take its place.
         tokio::task::yield_now().await;
@@ -330,26 +490,39 @@ pub(crate) async fn serve(
     let _ = tokio::time::timeout(CLOSING_TIMEOUT, graceful.shutdown()).await;
 }
 
+/// The time at which the head of a request was read.
+#[derive(Clone, Copy, Debug)]
+struct AskedAt(Instant);
+
 /// Serves a connection to its end, or until its time is over.
 async fn serve_connection(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     peer: IpAddr,
     connection: Connection,
-    (router, workers): (Router, Handle),
+    (router, workers, large): (Router, Handle, Arc<Semaphore>),
     watcher: Watcher,
 ) {
     let (own, router) = (connection.clone(), TowerToHyperService::new(router));
     let service = service_fn(move |mut request: http::Request<Incoming>| {
         request.extensions_mut().insert(PeerAddress(peer));
-        let place = own.begin(request.uri().path());
+        request.extensions_mut().insert(AskedAt(Instant::now()));
+        let begun = own.begin(request.uri().path());
         let (own, body_of) = (own.clone(), own.clone());
         let answer = router.call(request.map(|body| RequestBody::new(body, body_of)));
-        let workers = workers.clone();
+        let (workers, large) = (workers.clone(), large.clone());
         async move {
-            let response = match place {
-                None => Err(Problem::busy("Too many requests are running; try again.")),
-                Some(Place::Here) => Ok(answer.await?),
-                Some(Place::Worker) => {
+            // Other connections have their turn first. Without this, one that has sent many requests executes them in a row.
+            match begun.map(|begun| begun.pause) {
+                Ok(Some(Duration::ZERO)) => tokio::task::yield_now().await,
+                Ok(Some(pause)) => tokio::time::sleep(pause).await,
+                // A refusal would say something about the sidecar that is not so. The connection ends without a response.
+                Err(NoPlace::Closed) => std::future::pending().await,
+                Ok(None) | Err(NoPlace::Busy) => {}
+            }
+            let response = match begun.map(|begun| begun.place) {
+                Err(_) => Err(Problem::busy("Too many requests are running; try again.")),
+                Ok(Place::Here) => Ok(answer.await?),
+                Ok(Place::Worker) => {
                     // A set, because its end ends the request.
                     let mut running = JoinSet::new();
                     running.spawn_on(answer, &workers);
@@ -363,7 +536,8 @@ async fn serve_connection(
                 Ok(response) => response,
                 Err(problem) => mark(problem.into_response()).await,
             };
-            Ok::<_, Infallible>(response.map(|body| ResponseBody::new(body, own)))
+            let (response, place) = with_place(response, &large).await;
+            Ok::<_, Infallible>(response.map(|body| ResponseBody::new(body, own, place)))
         }
     });
     // The library's own limit of the time for a head would run while a response is sent.
@@ -400,12 +574,32 @@ async fn readiness(state: &AdminState) -> Result<(), String> {
         return Err("stopping".to_owned());
     }
     // The breaker logs each change, so this does not log each probe.
-    match state.breaker.state() {
-        BreakerState::Open => return Err("the store is out of reach".to_owned()),
-        BreakerState::Closed => {}
-        _ => return Err("the store was out of reach, and is being checked".to_owned()),
+    let breaker = state.breaker.state();
+    if breaker != BreakerState::Closed {
+        let (is_open, reason) = (breaker == BreakerState::Open, state.breaker.reason().unwrap_or_default());
+        let what = if is_open { "is out of reach" } else { "was out of reach, and is being checked" };
+        let colon = if reason.is_empty() { "" } else { ": " };
+        let mut reason = reason.replace(['\r', '\n'], " ");
+        if let Some((end, _)) = reason.char_indices().nth(MAX_REASON) {
+            reason.truncate(end);
+            reason.push('…');
+        }
+        return Err(format!("the store {what}{colon}{reason}"));
     }
-    let store = state.engine.store();
+    let asked_at = Instant::now();
+    let mut last = state.ready_checks.0.lock().await;
+    if let Some(ReadyCheck { begun, result }) = &*last
+        && *begun >= asked_at
+    {
+        return result.clone();
+    }
+    let begun = Instant::now();
+    let result = check_store(state.engine.store()).await;
+    *last = Some(ReadyCheck { begun, result: result.clone() });
+    result
+}
+
+async fn check_store(store: &Arc<dyn Store>) -> Result<(), String> {
     let asked = async {
         store.check().await?;
         // A store may pass its check although its records cannot be read, for example without the right to read them.
@@ -454,17 +648,26 @@ fn notes_on_reloads(state: &AdminState) -> Vec<String> {
     state.live.borrow().refused_reloads.notes().cloned().collect()
 }
 
-async fn metrics(State(state): State<AdminState>, headers: HeaderMap) -> Response {
+async fn metrics(
+    State(state): State<AdminState>,
+    headers: HeaderMap,
+    asked_at: Option<Extension<AskedAt>>,
+) -> Response {
     let form = Exposition::of(&headers);
-    match state.metrics.render(&state, form == Exposition::OpenMetrics) {
-        Ok(text) => {
+    let asked_at = asked_at.map_or_else(Instant::now, |Extension(AskedAt(at))| at);
+    let render = || {
+        let text = state.metrics.render(&state, form == Exposition::OpenMetrics).ok()?;
+        Some(form.of_open_metrics(text))
+    };
+    match state.expositions.get(form, asked_at, render) {
+        Some(text) => {
             let fields = [
                 (header::CONTENT_TYPE, HeaderValue::from_static(form.content_type())),
                 (header::VARY, HeaderValue::from_static("accept")),
             ];
-            (fields, form.of_open_metrics(text)).into_response()
+            (fields, text).into_response()
         }
-        Err(_) => Problem::internal("The metrics could not be written.").into_response(),
+        None => Problem::internal("The metrics could not be written.").into_response(),
     }
 }
 

@@ -3,7 +3,7 @@
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::{self, HeaderValue};
-use oncegate_core::{ErrorChain, RecordId, StoreError, StoreErrorKind};
+use oncegate_core::{ErrorChain, IdProblem, RecordId, StoreError, StoreErrorKind};
 use serde_json::{Value, json};
 
 /// A refusal, as problem details (RFC 9457).
@@ -131,6 +131,11 @@ impl Problem {
         Self { record: Some(id), ..problem }
     }
 
+    /// The mark of the store's id secret does not allow this.
+    pub(super) fn mark_not_restored(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::CONFLICT, "mark-not-restored", "The mark was not put back", detail)
+    }
+
     /// The store failed to execute a command.
     pub(super) fn store(error: &StoreError) -> Self {
         let words = ErrorChain(error).to_string();
@@ -179,6 +184,15 @@ impl Problem {
             }
             _ => problem,
         }
+    }
+
+    /// The sidecar computes other ids and tags than those in the store.
+    pub(super) fn id_secret(problem: &IdProblem) -> Self {
+        let detail = format!(
+            "{problem}. This sidecar computes other ids and tags than those in the store, so it cannot tell if a key was used. Ask a \
+             sidecar with the id secret of the store."
+        );
+        Self::new(StatusCode::CONFLICT, "id-secret", "The store belongs to another id secret", detail)
     }
 
     /// The store of the sidecar is not on PostgreSQL.

@@ -5,8 +5,11 @@ use std::collections::BTreeMap;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::response::Response;
-use oncegate_core::{ListQuery, Record, RecordId, RecordedResponse, StoreError, Timestamp, limits};
-use oncegate_seal::{Keyring, SealInfo, SealKeyId};
+use oncegate_core::{
+    ErrorChain, ListQuery, Record, RecordId, RecordedResponse, Store, StoreError, Timestamp, limits,
+};
+use oncegate_postgres::messages::MessageSealCount;
+use oncegate_seal::{Keyring, SealInfo, SealKeyId, SealedStore};
 use serde_json::{Value, json};
 
 use super::problem::Problem;
@@ -35,8 +38,17 @@ impl ReadRecord {
 
 /// Reads a record as far as it can be opened.
 pub(super) async fn read(state: &AdminState, id: RecordId) -> Result<Option<ReadRecord>, StoreError> {
-    let Some(seal) = &state.seal else {
-        let found = state.engine.store().lookup(id).await?;
+    read_from(&**state.engine.store(), state.seal.as_deref(), id).await
+}
+
+/// Reads a record of this store, which is opened by `seal`, if there are keys.
+pub(super) async fn read_from(
+    store: &dyn Store,
+    seal: Option<&SealedStore>,
+    id: RecordId,
+) -> Result<Option<ReadRecord>, StoreError> {
+    let Some(seal) = seal else {
+        let found = store.lookup(id).await?;
         return Ok(found.map(|record| {
             let key = SealInfo::of_record(&record).next().map(|seal| seal.key);
             let refused = key.map(|_| "this sidecar has no seal keys".to_owned());
@@ -138,6 +150,34 @@ pub(super) async fn usage(
         "unreadable": page.unreadable.len(),
         "next": page.next.map(|next| next.to_string()),
     })))
+}
+
+/// `GET /v1/seal/messages`: the dead letters of the store's database, and the events that streams buffer in it, counted by key.
+/// If they are not counted, `not_counted` is the reason; it is null for a store without messages.
+pub(super) async fn messages(State(state): State<AdminState>) -> Response {
+    let (mut counts, mut why) = (None, None);
+    if let Some(operator) = &state.messages {
+        match operator.seal_counts().await {
+            Ok(counted) => counts = Some(counted),
+            Err(error) => why = Some(ErrorChain(&error).to_string()),
+        }
+    }
+    let of_kind = |is_buffered_event: bool| {
+        let counts = counts.as_ref()?.iter().filter(|count| count.is_buffered_event == is_buffered_event);
+        let one =
+            |count: &MessageSealCount| json!({"count": count.count, "oldest_at": view::time(count.oldest)});
+        let sealed = counts.clone().filter_map(|count| {
+            let key = SealKeyId::from_bytes(count.key?);
+            Some((key.to_string(), one(count)))
+        });
+        let clear = counts.clone().filter(|count| count.key.is_none()).map(|count| count.count).sum::<u64>();
+        Some(json!({"sealed": Value::Object(sealed.collect()), "clear": clear}))
+    };
+    view::json(&json!({
+        "dead_letters": of_kind(false),
+        "buffered_events": of_kind(true),
+        "not_counted": why,
+    }))
 }
 
 /// Returns true if the record has a part that could be sealed.

@@ -55,7 +55,7 @@ impl Summary {
         Self {
             not_ready,
             is_draining: state.draining.is_set(),
-            is_degraded: state.breaker.is_degraded(),
+            is_degraded: state.is_degraded(),
             breaker: state.breaker.state().as_str(),
             store: promises.name,
             durability: format!("{:?}", promises.durability).to_ascii_lowercase(),

@@ -38,9 +38,17 @@ struct TestStore {
     is_away: Arc<AtomicBool>,
     /// The most records in a page, which may be fewer than were asked for.
     page: Arc<AtomicUsize>,
+    /// The records that cannot be read.
+    unreadable: Arc<std::sync::Mutex<Vec<RecordId>>>,
+    /// True while it does not answer a listing.
+    is_frozen: Arc<AtomicBool>,
 }
 
 impl TestStore {
+    fn is_unreadable(&self, id: RecordId) -> bool {
+        self.unreadable.lock().unwrap().contains(&id)
+    }
+
     fn or_away<'a, T: Send + 'a>(&self, response: StoreFuture<'a, T>) -> StoreFuture<'a, T> {
         if self.is_away.load(Ordering::SeqCst) {
             return Box::pin(std::future::ready(Err(StoreError::unavailable("the disk is full"))));
@@ -57,11 +65,22 @@ impl Store for TestStore {
         self.memory.apply(id, command)
     }
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        if self.is_unreadable(id) {
+            return Box::pin(std::future::ready(Err(StoreError::corrupt("on demand"))));
+        }
         self.or_away(self.memory.lookup(id))
     }
     fn list(&self, mut query: ListQuery) -> StoreFuture<'_, ListPage> {
         query.limit = query.limit.min(self.page.load(Ordering::SeqCst));
-        self.or_away(self.memory.list(query))
+        self.or_away(Box::pin(async move {
+            while self.is_frozen.load(Ordering::SeqCst) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            let mut page = self.memory.list(query).await?;
+            page.unreadable =
+                page.records.extract_if(.., |(id, _)| self.is_unreadable(*id)).map(|(id, _)| id).collect();
+            Ok(page)
+        }))
     }
     fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
         self.or_away(self.memory.audit(before, limit))
@@ -82,8 +101,11 @@ pub(crate) struct Sidecar {
     layer: IdempotencyLayer,
     metrics: Metrics,
     draining: Draining,
-    is_away: Arc<AtomicBool>,
+    pub(crate) is_away: Arc<AtomicBool>,
     pub(crate) page: Arc<AtomicUsize>,
+    pub(crate) unreadable: Arc<std::sync::Mutex<Vec<RecordId>>>,
+    pub(crate) is_frozen: Arc<AtomicBool>,
+    pub(crate) surveys: Surveys,
     stop: Option<oneshot::Sender<()>>,
 }
 
@@ -122,10 +144,17 @@ impl Sidecar {
         let is_away = Arc::new(AtomicBool::new(false));
         let page = Arc::new(AtomicUsize::new(usize::MAX));
         let memory = MemoryStore::new(clock.clone());
-        let store = TestStore { memory, is_away: is_away.clone(), page: page.clone() };
+        let (unreadable, is_frozen) = (Arc::default(), Arc::<AtomicBool>::default());
+        let store = TestStore {
+            memory,
+            is_away: is_away.clone(),
+            page: page.clone(),
+            unreadable: Arc::clone(&unreadable),
+            is_frozen: Arc::clone(&is_frozen),
+        };
         let store = Arc::new(store);
         let promises = store.clone();
-        let metrics = Metrics::new(move || promises.capabilities());
+        let metrics = Metrics::new(move || promises.capabilities(), None);
         let store = metrics.measured(store);
         let breaker = Breaker::new(store);
         let engine = Engine::builder(breaker.clone()).with_observer(metrics.clone());
@@ -159,9 +188,11 @@ impl Sidecar {
             config: Arc::new(crate::config::Draft::read(&args, []).config.unwrap()),
             layer: layer.clone(),
             token: token.map(|token| admin_token(token).unwrap()),
+            metrics_token: None,
             jwt: None,
             refused_reloads: RefusedReloads::default(),
         };
+        let (rows, surveys) = (Rows::new(&breaker, None), Surveys::default());
         let state = AdminState {
             messages: None,
             activity: Activity::default(),
@@ -172,10 +203,15 @@ impl Sidecar {
             connections: ConnectionLimit::new(100),
             without_key: RequestLimit::new(100),
             dashboard: Dashboard::new("127.0.0.1:1".parse().unwrap()),
+            left: AbandonedRecords::default(),
             live: watch::channel(live).1,
             backup: BackupStore::default(),
             seal: None,
             seal_refusals: oncegate_seal::SealRefusals::default(),
+            ready_checks: ReadyChecks::default(),
+            rows,
+            surveys: surveys.clone(),
+            expositions: Expositions::default(),
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -187,7 +223,21 @@ impl Sidecar {
             .await;
         });
         let client = Client::builder(TokioExecutor::new()).build_http();
-        Self { address, client, clock, engine, layer, metrics, draining, is_away, page, stop: Some(stop) }
+        Self {
+            address,
+            client,
+            clock,
+            engine,
+            layer,
+            metrics,
+            draining,
+            is_away,
+            page,
+            unreadable,
+            is_frozen,
+            surveys,
+            stop: Some(stop),
+        }
     }
 
     pub(crate) async fn send(&self, request: Request<Full<Bytes>>) -> AdminResponse {
@@ -754,6 +804,10 @@ async fn an_invalid_resolution_changes_nothing() {
             "reason: it has 1001 bytes; at most 1000 are allowed.",
         ),
         (json!({"status": 201, "actor": "\u{1b}[31m"}), "actor: it has control characters"),
+        (
+            json!({"status": 201, "actor": "ada\u{202e}"}),
+            "actor: it has characters that change the direction of text",
+        ),
         (json!({}), "status: give the response that retries get"),
         (json!({"body": "x"}), "status: give the response that retries get"),
         (json!({"status": 100}), "status: it must be from 200 to 599."),
@@ -807,6 +861,46 @@ async fn too_large_requests_are_refused() {
     sidecar.post_text(&path, request("x".repeat(MAX_REQUEST - around + 1))).await.refused(413, "too-large");
     let fits = sidecar.post_text(&path, request("x".repeat(MAX_REQUEST - around))).await;
     assert_eq!((fits.status, &fits.json()["response"]["body_bytes"]), (200, &json!(MAX_REQUEST - around)));
+    // What needs no large body takes none.
+    for path in ["/v1/keys/find", "/v1/keys/tag", "/v1/keys/forget", &format!("/v1/keys/{id}/release")] {
+        let large = json!({"key": "k".repeat(MAX_SMALL_REQUEST)}).to_string();
+        sidecar.post_text(path, large).await.refused(413, "too-large");
+    }
+}
+
+/// All bodies together are bounded.
+#[tokio::test]
+async fn only_few_requests_with_large_bodies_run_at_a_time() {
+    use tokio::io::AsyncWriteExt as _;
+    let sidecar = Sidecar::start().await;
+    let id = sidecar.unknown(1, "POST /pay").await;
+    let path = format!("/v1/keys/{id}/resolve");
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nHost: {}\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n{{",
+        sidecar.address
+    );
+    let mut open = Vec::new();
+    for _ in 0..MAX_LARGE_REQUESTS {
+        let mut stream = tokio::net::TcpStream::connect(sidecar.address).await.unwrap();
+        stream.write_all(head.as_bytes()).await.unwrap();
+        open.push(stream);
+    }
+    let large =
+        json!({"outcome": "completed", "status": 200, "reason": "r", "body": "x".repeat(MAX_SMALL_REQUEST)})
+            .to_string();
+    oncegate_testkit::until("all places are taken", async || {
+        sidecar.post_text(&path, large.clone() + "?").await.status == 503
+    })
+    .await;
+    sidecar.post_text(&path, large.clone()).await.refused(503, "busy");
+    // A small one needs no place.
+    let small = sidecar.post_text(&path, "{}".to_owned()).await;
+    assert_eq!(small.status, 400, "{}", small.text());
+    drop(open);
+    oncegate_testkit::until("a place is free", async || {
+        sidecar.post_text(&path, large.clone()).await.status == 200
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -942,7 +1036,13 @@ async fn readiness_follows_the_store_and_the_drain() {
     let detail = sidecar.get("/v1/keys").await.refused(503, "store-unavailable");
     assert!(detail.starts_with("the disk is full."), "{detail}");
     // The first command that fails opens the breaker.
-    until("it is known", async || ready().await == (503, "the store is out of reach\n".to_owned())).await;
+    until("it is known", async || {
+        let (status, text) = ready().await;
+        status == 503
+            && text.starts_with("the store is out of reach: the disk is full")
+            && text.lines().count() == 1
+    })
+    .await;
     assert_eq!(sidecar.get("/livez").await.status, 200);
     let detail = sidecar.get("/v1/keys").await.refused(503, "store-unavailable");
     assert!(detail.starts_with("the store is unreachable"), "{detail}");
@@ -1031,7 +1131,7 @@ async fn every_outcome_is_counted_and_no_label_names_a_caller() {
     assert_eq!(series(&text, "oncegate_records_in_flight"), 0.0);
     assert!(
         text.contains(
-            "oncegate_store_info{store=\"memory\",durability=\"volatile\",fencing=\"monotonic\"} 1"
+            "oncegate_store_info{store=\"memory\",place=\"process\",durability=\"volatile\",fencing=\"monotonic\"} 1"
         )
     );
     assert!(text.contains(&format!("oncegate_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"))));
@@ -1094,4 +1194,45 @@ async fn the_admin_api_ends_when_it_is_stopped() {
         assert!(tokio::time::Instant::now() < deadline, "still listens");
         tokio::task::yield_now().await;
     }
+}
+
+/// Anyone may ask for the metrics, and health checks must not wait for their texts.
+#[test]
+fn questions_for_metrics_that_wait_share_one_text() {
+    let expositions = Expositions::default();
+    let mut renders = 0;
+    let mut ask = |asked_at| {
+        expositions.get(Exposition::Prometheus, asked_at, || {
+            renders += 1;
+            Some(renders.to_string())
+        })
+    };
+    let before = tokio::time::Instant::now();
+    for _ in 0..100 {
+        assert_eq!(ask(before).as_deref(), Some(&b"1"[..]));
+    }
+    let (written, mut later) = (tokio::time::Instant::now(), before);
+    while later <= written {
+        later = tokio::time::Instant::now();
+    }
+    assert_eq!(ask(later).as_deref(), Some(&b"2"[..]));
+}
+
+#[tokio::test]
+async fn a_few_large_responses_are_sent_at_a_time() {
+    let places = Arc::new(Semaphore::new(MAX_LARGE_RESPONSES));
+    let large = || Response::new(Body::from(vec![b'x'; 2 * 1024 * 1024]));
+    let mut held = Vec::new();
+    for _ in 0..MAX_LARGE_RESPONSES {
+        let (response, place) = with_place(large(), &places).await;
+        assert_eq!(response.status(), 200);
+        held.push(place.unwrap());
+    }
+    let (refused, place) = with_place(large(), &places).await;
+    assert_eq!((refused.status().as_u16(), place.is_none()), (503, true));
+    assert!(refused.headers().contains_key(ADMIN_FIELD));
+    let (small, place) = with_place(Response::new(Body::from("small")), &places).await;
+    assert!(small.status() == 200 && place.is_none());
+    held.pop();
+    assert!(with_place(large(), &places).await.1.is_some());
 }

@@ -10,6 +10,7 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use oncegate_client::{Carrier, IdempotencyKey, Intent};
 
 use super::args::CallArgs;
+use crate::files;
 
 /// The largest body of a request, in bytes. It is held in memory, and a journal entry has at most 16 MiB altogether.
 const MAX_BODY: usize = 15 * 1024 * 1024;
@@ -80,7 +81,8 @@ pub(super) fn fields(args: &CallArgs) -> Result<HeaderMap, String> {
         match given.strip_prefix('@') {
             None => add(args, &mut fields, given, "--header")?,
             Some(file) => {
-                let text = fs::read_to_string(file).map_err(|error| format!("--header @{file}: {error}"))?;
+                let text = files::read_text(std::path::Path::new(file), files::MAX_TEXT);
+                let text = text.map_err(|error| format!("--header @{file}: {error}"))?;
                 let place = format!("--header @{file}");
                 for line in text.lines().filter(|line| !line.trim().is_empty()) {
                     add(args, &mut fields, line, &place)?;

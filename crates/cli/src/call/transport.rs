@@ -16,10 +16,12 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::{ClientConfig, RootCertStore};
 
+use crate::proxy::interim::{BoundedClient, BoundedConnector};
 use crate::proxy::{MAX_LIBRARY_HEAD, MAX_LINES, tls};
 
-pub(super) type Wire =
-    TowerTransport<legacy::Client<HttpsConnector<HttpConnector>, Full<Bytes>>, Full<Bytes>>;
+type Connector = BoundedConnector<HttpsConnector<HttpConnector>>;
+
+pub(super) type Wire = TowerTransport<BoundedClient<Connector, Full<Bytes>>, Full<Bytes>>;
 
 /// A client that trusts the certificates in this file, or those of the system, which are read only if `is_https`.
 pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Duration) -> Result<Wire, String> {
@@ -38,8 +40,8 @@ pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Durat
         .retry_canceled_requests(false)
         .http1_max_headers(MAX_LINES)
         .http2_max_header_list_size(MAX_LIBRARY_HEAD)
-        .build(connector);
-    Ok(TowerTransport::new(client).with_error_classifier(classify))
+        .build(BoundedConnector(connector));
+    Ok(TowerTransport::new(BoundedClient(client)).with_error_classifier(classify))
 }
 
 /// A client that trusts the certificates in this file, and no others.
@@ -47,8 +49,8 @@ pub(crate) fn trusting_file(file: &Path) -> Result<ClientConfig, String> {
     let at = |why: &str| format!("--cacert {}: {why}", file.display());
     let say = |error: &dyn Error| at(&ErrorChain(error).to_string());
     let mut roots = RootCertStore::empty();
-    let chain = CertificateDer::pem_file_iter(file).map_err(|error| say(&error))?;
-    for certificate in chain {
+    let text = tls::pem(file).map_err(|error| say(&error))?;
+    for certificate in CertificateDer::pem_slice_iter(&text) {
         roots.add(certificate.map_err(|error| say(&error))?).map_err(|error| say(&error))?;
     }
     if roots.is_empty() {

@@ -12,7 +12,7 @@ use oncegate_http::JwtVerifier;
 
 use super::Report;
 use crate::config::{Config, KeySetPlace, UpstreamProtocol, duration_text};
-use crate::proxy::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES, connector, handshake_hint};
+use crate::proxy::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES, connector, handshake_hint, interim};
 
 /// Limits the time of one response of the service.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -63,7 +63,7 @@ async fn ask(config: &Config) -> Result<(http::StatusCode, Version), String> {
         .header(header::USER_AGENT, concat!("oncegate-check/", env!("CARGO_PKG_VERSION")))
         .body(Empty::new())
         .map_err(|error| error.to_string())?;
-    match tokio::time::timeout(RESPONSE_TIMEOUT, client.request(request)).await {
+    match tokio::time::timeout(RESPONSE_TIMEOUT, interim::send(&client, request)).await {
         Ok(Ok(response)) => Ok((response.status(), response.version())),
         Ok(Err(error)) if error.is_connect() => Err(format!("cannot be reached: {}", ErrorChain(&error))),
         Ok(Err(error)) => Err(format!("was reached and did not answer GET /: {}", ErrorChain(&error))),

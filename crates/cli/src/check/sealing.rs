@@ -8,7 +8,7 @@ use oncegate_core::{
 use oncegate_seal::{Keyring, SealInfo, SealKeyId};
 
 use super::Report;
-use crate::config::{SealKeySource, SealSettings, rounded_duration_text};
+use crate::config::{SealKeySource, SealSettings, rounded_duration_text, shown_program};
 use crate::seal;
 
 /// Reports the keys by their ids. A program that prints them runs only online.
@@ -16,7 +16,7 @@ pub(super) fn keys(settings: &SealSettings, is_online: bool, report: &mut Report
     if let SealKeySource::Command(words) = &settings.source
         && !is_online
     {
-        let program = words.first().map_or("", String::as_str);
+        let program = words.first().map_or_else(String::new, |word| shown_program(word));
         return report
             .ok(format!("sealing: the program {program} prints the keys; it runs only with --online"));
     }

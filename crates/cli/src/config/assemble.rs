@@ -1,6 +1,5 @@
 //! Builds a configuration from the single values, and checks them against each other.
 
-use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,6 +13,7 @@ use oncegate_http::{
     ToolPolicies, ToolPolicy,
 };
 
+use crate::files;
 use crate::otlp::OtlpOptions;
 
 use super::advice;
@@ -48,9 +48,11 @@ pub(super) fn draft(
     let mut warnings = advice::on_service(values);
     let file = |given: &Option<Sourced<PathBuf>>| given.as_ref().map(|file| file.value.clone());
     let (token_file, seal_file) = (file(&values.admin_token_file), file(&values.seal_keys_file));
+    let metrics_token_file = file(&values.metrics_token_file);
     let id_secret_file = file(&values.id_secret_file);
     let secret_files = [
         ("the admin token", token_file.as_ref()),
+        ("the metrics token", metrics_token_file.as_ref()),
         ("the seal keys", seal_file.as_ref()),
         ("the id secret", id_secret_file.as_ref()),
         ("the TLS key", tls.as_ref().map(|files| &files.key)),
@@ -99,7 +101,10 @@ pub(super) fn draft(
     let store_must_exist = given(&values.store_must_exist);
     check_store_must_exist(values, problems);
     check_service(values, store.is_some(), problems);
-    let admin_token = read_token(values, problems, &mut warnings);
+    let admin_token = read_token(&values.admin_token, &values.admin_token_file, problems, &mut warnings);
+    let metrics_token =
+        read_token(&values.metrics_token, &values.metrics_token_file, problems, &mut warnings);
+    check_metrics_token(values, (&admin_token, &metrics_token), problems);
     check_addresses(values, problems);
     check_record_limits(values, problems);
     // A URL that could not be read has been reported already.
@@ -119,6 +124,7 @@ pub(super) fn draft(
         listen: given(&values.listen),
         admin: given(&values.admin),
         admin_token,
+        metrics_token,
         to: to.value.clone(),
         upstream_protocol: given(&values.upstream_protocol),
         upstream_connect_timeout: given(&values.upstream_connect_timeout),
@@ -136,7 +142,7 @@ pub(super) fn draft(
         max_in_flight_without_key: values.max_in_flight_without_key.as_ref().map(|given| given.value),
         store_memory: given(&values.store_memory),
         max_records: values.max_records.as_ref().map(|given| given.value),
-        max_store_bytes: values.max_store_bytes.as_ref().map(|given| given.value),
+        max_store_bytes: values.max_store_bytes.as_ref().map(|given| given.value as u64),
         store_timeout: given(&values.store_timeout),
         access_log: given(&values.access_log),
         log_format: given(&values.log_format),
@@ -519,7 +525,7 @@ fn profile(values: &Values, problems: &mut Vec<Problem>) -> Profile {
     };
     let name = path.file_stem().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     let file: Arc<str> = path.display().to_string().into();
-    let text = match fs::read_to_string(&path) {
+    let text = match files::read_text(&path, files::MAX_TEXT) {
         Ok(text) => text,
         Err(error) => {
             push_once(problems, Problem::error(source.clone(), format!("{file}: {error}")));
@@ -608,7 +614,7 @@ fn settings(values: &Values, profile: Profile) -> Result<Settings, ConfigError> 
         settings = settings.with_server_errors(server_errors.value);
     }
     if let Some(statuses) = &values.release_statuses {
-        settings = settings.with_release_statuses(statuses.value.clone())?;
+        settings = settings.with_release_statuses(statuses.value.concat())?;
     }
     if let Some(name) = &values.replay_marker {
         settings = settings.with_replay_marker(name.value.clone())?;
@@ -657,14 +663,16 @@ fn check_store_must_exist(values: &Values, problems: &mut Vec<Problem>) {
     }
 }
 
-/// The token. As everywhere, a flag wins over the environment, and the environment over the file.
+/// A token, from the environment or from a file. As everywhere, a flag wins over the environment, and the environment over the
+/// file.
 fn read_token(
-    values: &Values,
+    token: &Option<Sourced<AdminToken>>,
+    file: &Option<Sourced<PathBuf>>,
     problems: &mut Vec<Problem>,
     warnings: &mut Vec<Problem>,
 ) -> Option<AdminToken> {
     let differs = |token: &AdminToken, file: &Path| token_in(file).as_ref() != Ok(token);
-    match (&values.admin_token, &values.admin_token_file) {
+    match (token, file) {
         (Some(token), Some(Sourced { source: source @ Source::Env(_), .. })) => {
             let what = format!("{source} is set, too; the token must come from one source, so leave one out");
             problems.push(Problem::error(token.source.clone(), what));
@@ -694,6 +702,34 @@ fn read_token(
     }
 }
 
+/// The token for metrics is worth something only next to an admin token that is another one.
+fn check_metrics_token(
+    values: &Values,
+    (admin, metrics): (&Option<AdminToken>, &Option<AdminToken>),
+    problems: &mut Vec<Problem>,
+) {
+    let source = || values.source("metrics-token").or(values.source("metrics-token-file")).cloned();
+    let what = match (admin, metrics) {
+        (None, Some(_)) if !admin_token_was_tried(values, problems) => {
+            "a token for /metrics needs an admin token next to it: without one, every program of this machine may read and change \
+             everything on the admin address"
+        }
+        (Some(admin), Some(metrics)) if admin == metrics => {
+            "the token for /metrics is the admin token, with which Prometheus could change records; use another one, such as the output \
+             of `openssl rand -hex 32`"
+        }
+        _ => return,
+    };
+    problems.push(Problem::error(source(), what));
+}
+
+/// Returns true if an admin token was given, though it may be invalid.
+fn admin_token_was_tried(values: &Values, problems: &[Problem]) -> bool {
+    values.admin_token.is_some()
+        || values.admin_token_file.is_some()
+        || problems.iter().any(|p| p.source == Some(Source::Env("ONCEGATE_ADMIN_TOKEN".to_owned())))
+}
+
 fn token_or_problem(file: &Path, source: &Source, problems: &mut Vec<Problem>) -> Option<AdminToken> {
     let token = token_in(file);
     token
@@ -706,7 +742,7 @@ fn token_or_problem(file: &Path, source: &Source, problems: &mut Vec<Problem>) -
 
 fn token_in(path: &Path) -> Result<AdminToken, String> {
     const MAX_FILE: usize = 4096;
-    let text = fs::read(path).map_err(|error| error.to_string())?;
+    let text = files::read(path, files::MAX_SECRET).map_err(|error| error.to_string())?;
     match String::from_utf8(text) {
         Ok(text) if text.len() <= MAX_FILE => units::admin_token(&text),
         _ => Err("is not a token: one line of at least 16 ASCII characters".to_owned()),
@@ -716,10 +752,7 @@ fn token_in(path: &Path) -> Result<AdminToken, String> {
 fn check_addresses(values: &Values, problems: &mut Vec<Problem>) {
     let (listen, admin) = (given(&values.listen), given(&values.admin));
     let source = |name| values.source(name).cloned();
-    let token_was_tried = values.admin_token.is_some()
-        || values.admin_token_file.is_some()
-        || problems.iter().any(|p| p.source == Some(Source::Env("ONCEGATE_ADMIN_TOKEN".to_owned())));
-    if !is_loopback(admin.ip()) && !token_was_tried {
+    if !is_loopback(admin.ip()) && !admin_token_was_tried(values, problems) {
         let what = format!(
             "other machines can reach the admin address {admin}; put a token of at least {} characters into \
              ONCEGATE_ADMIN_TOKEN or into a file for --admin-token-file, or use a loopback address such as \

@@ -256,9 +256,10 @@ mod tests {
             ("cached(store=postgres://u:hunter2@h/d)", "cache is missing"),
             ("cached(cache=memory:,store=./a,store=./b)", "store was given twice"),
             (
-                "cached(cache=memory:9,store=./b)",
-                "cache: \"memory:9\" is out of bounds; from 1MiB to 1024GiB",
+                "cached(cache=memory:9B,store=./b)",
+                "cache: \"memory:9B\" is out of bounds; from 1MiB to 1024GiB",
             ),
+            ("cached(cache=memory:9,store=./b)", "cache: \"9\" has no unit"),
             ("cached(cache=memory:9x,store=./b)", "cache: \"9x\" has the unknown unit \"x\""),
             ("cached(cache=memory,store=./b)", "cache: \"memory\" could be a directory"),
             ("cached(cache=,store=./b)", "cache: \"\" is not a directory"),

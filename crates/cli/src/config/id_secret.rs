@@ -1,13 +1,12 @@
 //! The secret that keys the identities of records: its sources.
 
-use std::fs::File;
-use std::io::Read as _;
 use std::path::Path;
 
 use oncegate_core::{ErrorChain, IdSecret};
 
 use super::problem::Problem;
 use super::settings::Values;
+use crate::files;
 
 /// The largest file. A secret has 88 bytes; the rest is for comments.
 const MAX_FILE: usize = 4096;
@@ -30,9 +29,7 @@ pub(crate) fn parse(text: &str) -> Result<IdSecret, String> {
 
 /// Reads the secret in a file, which may be a pipe.
 pub(crate) fn id_secret_in(file: &Path) -> Result<IdSecret, String> {
-    let mut text = Vec::new();
-    let open = File::open(file).map_err(|error| error.to_string())?;
-    open.take(MAX_FILE as u64 + 1).read_to_end(&mut text).map_err(|error| error.to_string())?;
+    let text = files::read(file, files::MAX_SECRET).map_err(|error| error.to_string())?;
     if text.len() > MAX_FILE {
         return Err("is too large for a file with an id secret".to_owned());
     }

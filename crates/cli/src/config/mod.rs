@@ -3,6 +3,7 @@
 //!
 //! Every setting is declared once, in [`settings`]. All problems are collected and shown together, each with its source.
 
+mod accepted;
 mod advice;
 mod assemble;
 mod cached;
@@ -28,7 +29,6 @@ mod units;
 
 use std::ffi::OsString;
 use std::fmt;
-use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -41,6 +41,7 @@ use oncegate_engine::{ConfigError, Engine};
 use oncegate_http::{CompletedBy, IdempotencyLayer, JwtVerifier, PathPattern, RateLimits, Settings};
 
 use crate::access_log::AccessLogFormat;
+use crate::files;
 use crate::log::LogFormat;
 use crate::otlp::OtlpOptions;
 use crate::rules::PublishedRules;
@@ -49,6 +50,7 @@ use crate::trace::SampleRatio;
 use self::file::FileContent;
 use self::settings::{Sourced, Values};
 
+pub(crate) use self::accepted::{Accepted, text_of_number};
 pub(crate) use self::cached::{CacheChoice, CachedChoice};
 pub(crate) use self::cors::{Cors, asked_method};
 #[cfg(test)]
@@ -69,7 +71,7 @@ pub(crate) use self::units::admin_token;
 pub(crate) use self::units::store as read_store;
 pub(crate) use self::units::{
     AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text,
-    rounded_duration_text, shown_url, size_text, store, without_login, without_secrets,
+    rounded_duration_text, shown_program, shown_url, shown_value, size_text, store, without_login,
 };
 pub(crate) use self::units::{ProfileChoice, profile as read_profile};
 
@@ -122,6 +124,8 @@ pub(crate) struct Config {
     pub(crate) admin: SocketAddr,
     /// The token that operators must send.
     pub(crate) admin_token: Option<AdminToken>,
+    /// The token that opens `/metrics` alone.
+    pub(crate) metrics_token: Option<AdminToken>,
     /// The service to protect.
     pub(crate) to: Upstream,
     pub(crate) upstream_protocol: UpstreamProtocol,
@@ -581,8 +585,10 @@ fn summary(layers: &[&[Entry]; 4], values: &Values, routes: usize) -> String {
                     Some(Sourced { value: StoreChoice::Directory(path), .. }) => path.display().to_string(),
                     _ => units::safe_url(text),
                 },
-                Raw::Text(text) => text.clone(),
-                Raw::List(texts) => texts.join(","),
+                raw => match units::shown_value(setting, raw) {
+                    Raw::Text(text) => text,
+                    Raw::List(texts) => texts.join(","),
+                },
             };
             let text = if setting.name == "store" { units::without_login(&text) } else { text };
             let place = match source {
@@ -614,12 +620,7 @@ const MAX_FILE: u64 = 1024 * 1024;
 
 fn read_file(path: &Path, source: &Source, problems: &mut Vec<Problem>) -> Option<FileContent> {
     let error = |what: String| Problem::error(source.clone(), format!("{}: {what}", path.display()));
-    let text = match fs::metadata(path) {
-        Ok(metadata) if metadata.len() > MAX_FILE => Err(format!("is larger than {}", size_text(MAX_FILE))),
-        Ok(_) => fs::read(path).map_err(|error| error.to_string()),
-        Err(error) => Err(error.to_string()),
-    };
-    match text.map(String::from_utf8) {
+    match files::read(path, MAX_FILE).map_err(|error| error.to_string()).map(String::from_utf8) {
         Ok(Ok(text)) => file::read(&path.display().to_string(), &text, problems),
         Ok(Err(_)) => {
             problems.push(error("is not a UTF-8 text".to_owned()));
@@ -632,10 +633,24 @@ fn read_file(path: &Path, source: &Source, problems: &mut Vec<Problem>) -> Optio
     }
 }
 
+/// The errors in the values of a file, without those in how its settings fit together.
+#[cfg(test)]
+pub(crate) fn errors_in_values(text: &str) -> Vec<String> {
+    let mut problems = Vec::new();
+    let content = file::read("oncegate.toml", text, &mut problems).unwrap_or_default();
+    let routes = content.routes.iter().map(|route| &route.entries);
+    for entries in [&content.entries].into_iter().chain(routes) {
+        apply(entries, &mut Values::default(), &mut problems);
+    }
+    problems.iter().map(ToString::to_string).collect()
+}
+
 fn apply(entries: &[Entry], values: &mut Values, problems: &mut Vec<Problem>) {
     for entry in entries {
         if let Err(errors) = (entry.setting.set)(values, &entry.raw, &entry.source) {
-            problems.extend(errors.into_iter().map(|error| Problem::error(entry.source.clone(), error)));
+            let safe = |error| units::without_logins(entry.setting, &entry.raw, error);
+            problems
+                .extend(errors.into_iter().map(|error| Problem::error(entry.source.clone(), safe(error))));
         }
     }
 }

@@ -30,6 +30,7 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
         &mut values.tls_client_ca,
         &mut values.tls_client_crl,
         &mut values.admin_token_file,
+        &mut values.metrics_token_file,
         &mut values.seal_keys_file,
         &mut values.id_secret_file,
     ];

@@ -1,7 +1,5 @@
 //! The keys that encrypt stored responses: their sources, and the settings about them.
 
-use std::fs::File;
-use std::io::Read as _;
 use std::path::Path;
 
 use oncegate_core::ErrorChain;
@@ -12,6 +10,8 @@ use super::RouteConfig;
 use super::assemble::given;
 use super::problem::Problem;
 use super::settings::{Sourced, Values};
+use super::units::LEFT_OUT;
+use crate::files;
 
 /// The largest file of keys, and the most that a program may print. 32 keys have three kilobytes.
 pub(crate) const MAX_KEY_TEXT: usize = 64 * 1024;
@@ -42,7 +42,14 @@ pub(super) fn keys(text: &str) -> Result<Keyring, String> {
 
 /// Reads one word of a command.
 pub(super) fn word(text: &str) -> Result<String, String> {
-    if text.is_empty() { Err("a word of the command is empty".to_owned()) } else { Ok(text.to_owned()) }
+    match text {
+        "" => Err("a word of the command is empty".to_owned()),
+        // What is left out may be a secret, so the value is not repeated.
+        _ if text.ends_with(LEFT_OUT) => Err(format!(
+            "a word of the command ends with {LEFT_OUT}, which stands for an argument that is not shown; write the argument"
+        )),
+        _ => Ok(text.to_owned()),
+    }
 }
 
 /// Reads keys, one in each line. The error contains nothing of the text.
@@ -53,9 +60,7 @@ pub(crate) fn parse(text: &str) -> Result<Keyring, String> {
 
 /// Reads the keys in a file, which may be a pipe.
 pub(crate) fn seal_keys_in(file: &Path) -> Result<Keyring, String> {
-    let mut text = Vec::new();
-    let open = File::open(file).map_err(|error| error.to_string())?;
-    open.take(MAX_KEY_TEXT as u64 + 1).read_to_end(&mut text).map_err(|error| error.to_string())?;
+    let text = files::read(file, files::MAX_TEXT).map_err(|error| error.to_string())?;
     if text.len() > MAX_KEY_TEXT {
         return Err("is too large for a file of keys".to_owned());
     }

@@ -19,6 +19,10 @@ use oncegate_http::{
 use oncegate_seal::Keyring;
 
 use super::Playground;
+use super::accepted::{
+    Accepted, Algorithm, Boolean, DurationFrom, DurationOrNone, Matching, NumberTo, OneOf, ProfileName,
+    Ratio, Reader, Records, ReleaseStatus, Size, WordsOr,
+};
 use super::id_secret;
 use super::problem::Source;
 use super::rate;
@@ -27,7 +31,7 @@ use super::seal;
 use super::trusted::{self, TrustedProxies};
 use super::units::{
     self, AdminToken, DAY, MILLI, Origin, ProfileChoice, SECOND, StoreChoice, StoreOutage, Upstream,
-    UpstreamProtocol, at_most, bounded, number, one_of,
+    UpstreamProtocol,
 };
 use crate::access_log::AccessLogFormat;
 use crate::log::LogFormat;
@@ -48,6 +52,8 @@ pub(crate) struct Setting {
     pub(crate) heading: &'static str,
     /// Parses a value and stores it in its field of [`Values`].
     pub(crate) set: fn(&mut Values, &Raw, &Source) -> Result<(), Vec<String>>,
+    /// The texts that each value may be.
+    pub(crate) accepted: fn() -> Accepted,
 }
 
 /// The places in which a setting may be given.
@@ -144,10 +150,11 @@ macro_rules! settings {
             shape: Shape::$shape,
             heading: heading::$heading,
             set: |values, raw, source| {
-                let value = settings!(@read $shape)(raw, $read)?;
+                let value = settings!(@read $shape)(raw, &$read)?;
                 values.$field = Some(Sourced { value, source: source.clone() });
                 Ok(())
             },
+            accepted: || ($read).accepted(),
         }),+];
 
         /// The values of the settings that are given.
@@ -189,6 +196,16 @@ use Fallback::{Nothing, Profile as ByProfile, Value};
 /// The largest limit of requests and connections: one process cannot have more files open.
 const MAX_OPEN: usize = 1_000_000;
 
+/// The largest limit of memory: more than machines have.
+const MAX_MEMORY: usize = 1 << 40;
+const MEMORY: &str = "all of it may be in memory at once";
+
+/// The names of header fields, as a schema describes them.
+const NAME: &str = "^[!#$%&'*+.^_`|~0-9A-Za-z-]+$";
+const METHOD: &str = "^[!#$%&'*+.^_`|~0-9A-Z-]+$";
+const POINTER: &str = "^(?:/|$)";
+const RATE: &str = r"^\s*\+?[0-9]+/[smhd](?:\s+burst\s+\+?[0-9]+)?\s*$";
+
 settings! {
     /// Reads settings from this TOML file, by their names in docs/reference/configuration.md. A [[route]] table with a path
     /// changes settings for one route. Flags override the environment, and the environment overrides the file.
@@ -217,6 +234,15 @@ settings! {
     "admin-token" SERVICE Secret One "TOKEN" Nothing("");
     admin_token: AdminToken = units::admin_token;
 
+    /// Reads the metrics token from this file. It opens GET /metrics and nothing else, for Prometheus, next to an admin token,
+    /// from which it must differ. The environment variable ONCEGATE_METRICS_TOKEN can hold it instead, as for the admin token.
+    "metrics-token-file" SERVICE Live One "FILE" Nothing("none: /metrics needs the admin token");
+    metrics_token_file: PathBuf = units::path;
+
+    /// The metrics token, at least 16 characters. In the environment only, as ONCEGATE_METRICS_TOKEN.
+    "metrics-token" SERVICE Secret One "TOKEN" Nothing("");
+    metrics_token: AdminToken = units::admin_token;
+
     /// Keeps records in this directory, which one process owns at a time; on a server that several sidecars share, with
     /// `postgres://USER@HOST/DATABASE` or `redis://HOST`; on one of these with a cache of responses before it, with
     /// `cached(cache=STORE,store=STORE)`; or in memory with `memory:`, where nothing survives a restart. A relative path in the
@@ -229,7 +255,7 @@ settings! {
     /// has created the store. Then a mistyped or unmounted directory is an error. Without it, the sidecar would start with
     /// an empty store and execute again every request that the real store has answered.
     "store-must-exist" SERVICE Service Switch "BOOL" Value("false");
-    store_must_exist: bool = units::boolean;
+    store_must_exist: bool = Boolean;
 
     /// The name of the service that is protected, 1 to 100 ASCII characters without spaces. Sidecars with the same name share
     /// keys. Sidecars with different names on one store never share keys, but operators see the records of all of them. A
@@ -241,19 +267,19 @@ settings! {
     /// Beyond that, new keys are refused as with max-records. 512MiB are enough for nine million records. At least 1MiB, at
     /// most 1024GiB.
     "store-memory" SERVICE Service One "SIZE" Value("512MiB");
-    store_memory: usize = units::store_memory;
+    store_memory: usize = Size { min: 1 << 20, max: MAX_MEMORY, why: MEMORY };
 
     /// The most records that the embedded store, or one in memory, holds, including expired records that are not purged yet.
     /// Beyond it, a request with a new key is refused with 503 `store-unavailable`; recorded keys are still answered.
     "max-records" SERVICE Service One "N" Nothing("no limit but the disk; in memory, 10000000");
-    max_records: u64 = units::max_records;
+    max_records: u64 = Records;
 
     /// The most bytes that the records of the embedded store, or of one in memory, hold together. Beyond it, new keys are refused
-    /// as with max-records. The directory takes up to twice as much space, and up to 256MiB more.
+    /// as with max-records. The directory takes up to twice as much space, and up to 256MiB more. At least 1MiB.
     "max-store-bytes" SERVICE Service One "SIZE" Nothing("no limit but the disk; in memory, 1GiB");
-    max_store_bytes: u64 = units::max_store_bytes;
+    max_store_bytes: usize = Size { min: 1 << 20, max: usize::MAX, why: "" };
 
-    /// Serves TLS on the listening address with this certificate chain (PEM). Needs --tls-key.
+    /// Serves TLS on the listening address with this certificate chain (PEM). Needs tls-key.
     "tls-cert" SERVICE Live One "FILE" Nothing("no TLS");
     tls_cert: PathBuf = units::path;
 
@@ -262,7 +288,7 @@ settings! {
     tls_key: PathBuf = units::path;
 
     /// Accepts only clients that show a certificate of one of these authorities (PEM). Its names can be a scope,
-    /// `mtls:subject` or `mtls:san`. Needs --tls-cert.
+    /// `mtls:subject` or `mtls:san`. Needs tls-cert.
     "tls-client-ca" SERVICE Live One "FILE" Nothing("clients need no certificate");
     tls_client_ca: PathBuf = units::path;
 
@@ -274,50 +300,51 @@ settings! {
     /// The protocol of requests to the service: `http1`, `http2` (over http with prior knowledge), or `auto` (HTTP/1.1 over
     /// http; over https, the protocol that TLS negotiates).
     "upstream-protocol" SERVICE Live One "auto|http1|http2" Value("auto");
-    upstream_protocol: UpstreamProtocol = |text| one_of(
-        text,
-        &[("auto", UpstreamProtocol::Auto), ("http1", UpstreamProtocol::Http1), ("http2", UpstreamProtocol::Http2)],
-    );
+    upstream_protocol: UpstreamProtocol = OneOf(&[
+        ("auto", UpstreamProtocol::Auto), ("http1", UpstreamProtocol::Http1),
+        ("http2", UpstreamProtocol::Http2),
+    ]);
 
     /// The proxies in front of the sidecar whose X-Forwarded-*, X-Real-IP, Forwarded, X-Original-URL and similar header fields
     /// are passed on: `loopback` (this machine), `private` (networks that the internet does not route, and this machine), an
     /// address, a network such as `10.0.0.0/8`, `any` or `none`. Give it several times or with commas. These fields are removed
     /// from requests of all other clients.
     "trusted-proxies" SERVICE Service Many "HOP,…" Value("loopback");
-    trusted_proxies: TrustedProxies = trusted::trusted_proxies;
+    trusted_proxies: TrustedProxies = WordsOr(
+        &["loopback", "private", "any", "none"],
+        r"^[0-9A-Fa-f:.]+(?:/\+?[0-9]+)?$",
+        trusted::trusted_proxies,
+    );
 
     /// Writes a line for each request with a key to the standard output, as `text` or as `json`: time, operation, status,
     /// outcome, duration, attempt, a hash of the caller, and the record. The key is never written.
     "access-log" SERVICE Service One "off|text|json" Value("off");
-    access_log: Option<AccessLogFormat> = |text| one_of(
-        text,
-        &[("off", None), ("text", Some(AccessLogFormat::Text)), ("json", Some(AccessLogFormat::Json))],
-    );
+    access_log: Option<AccessLogFormat> = OneOf(&[
+        ("off", None), ("text", Some(AccessLogFormat::Text)), ("json", Some(AccessLogFormat::Json)),
+    ]);
 
     /// Answers GET /.well-known/idempotency with a description of the rules for keys of all routes, for programs: which
     /// operations, where the key stands, how long it is kept, which refusals there are. The service does not get these
     /// requests then.
     "published-rules" SERVICE Live Switch "BOOL" Value("false");
-    published_rules: bool = units::boolean;
+    published_rules: bool = Boolean;
 
     /// The page of the dashboard that sends requests to the service, to try what happens to retries: `auto` (only if the admin
     /// address is a loopback address), `on`, or `off`.
     "playground" SERVICE Live One "auto|on|off" Value("auto");
-    playground: Playground = |text| one_of(
-        text,
-        &[("auto", Playground::Auto), ("on", Playground::On), ("off", Playground::Off)],
-    );
+    playground: Playground = OneOf(&[("auto", Playground::Auto), ("on", Playground::On), ("off", Playground::Off)]);
 
-    /// The number of threads that serve requests.
+    /// The number of threads that serve requests. At most 1024.
     "threads" SERVICE Service One "N" Nothing("one per core");
-    threads: usize = |text| number(text, 1024, "threads");
+    threads: usize = NumberTo(1024, "threads");
 
-    /// The dialect of the protocol: `ietf` (draft-ietf-httpapi-idempotency-key-header-07), `stripe`, `stripe-v2`, `acp`, `paypal`,
-    /// `adyen`, `square`, `oasis`, `aws`, `webhook`, `classic` (common middleware), `mcp` (tools of agents), or a file of your
-    /// own whose name ends with `.toml`, such as `./ours.toml`. A profile sets the defaults that are marked "by profile", and
-    /// the form of refusals. Settings that you give override it. docs/reference/profiles.md describes all of them.
+    /// The dialect of the protocol: `ietf` (draft-ietf-httpapi-idempotency-key-header-07), `stripe`, `stripe-v2`, `acp`,
+    /// `paypal`, `adyen`, `square`, `oasis`, `aws`, `webhook`, `classic` (common middleware), `mcp` (tools of agents), or a
+    /// file of your own whose name ends with `.toml`, such as `./ours.toml`. A profile sets the defaults that are marked "by
+    /// profile", and the form of refusals. Settings that you give override it. docs/reference/profiles.md describes all of
+    /// them.
     "profile" KEYS Route One "NAME|FILE" Value("ietf");
-    profile: ProfileChoice = units::profile;
+    profile: ProfileChoice = ProfileName;
 
     /// Identifies the caller, so that callers never share keys: `header:NAME` or `cookie:NAME` (hashed; all callers without it
     /// share one scope), `required-header:NAME` or `required-cookie:NAME` (requests without it are refused), several of these
@@ -339,7 +366,7 @@ settings! {
     /// The algorithms of tokens that are accepted: RS256, RS384, RS512, PS256, PS384, PS512, ES256, ES384, EdDSA; or, alone and
     /// with a key set in a file, HS256, HS384, HS512.
     "jwt-algorithms" KEYS Live Many "ALG,…" Value("RS256,ES256,EdDSA");
-    jwt_algorithms: JwtAlgorithm = scope::jwt_algorithm;
+    jwt_algorithms: JwtAlgorithm = Algorithm;
 
     /// The issuer (`iss`) that tokens must have.
     "jwt-issuer" KEYS Live One "TEXT" Nothing("any issuer whose key is in jwt-keys");
@@ -353,18 +380,18 @@ settings! {
     /// has its own keys: hosts are tenants), or `ignore` (clients reach the service under several names or ports, such as
     /// those of several sidecars). Hosts are compared in lower case, without the ports 80 and 443.
     "authority" KEYS Route One "compare|scope|ignore" Value("compare");
-    authority: AuthorityRole = |text| one_of(
-        text,
-        &[("compare", AuthorityRole::Compared), ("scope", AuthorityRole::Scope), ("ignore", AuthorityRole::Ignored)],
-    );
+    authority: AuthorityRole = OneOf(&[
+        ("compare", AuthorityRole::Compared), ("scope", AuthorityRole::Scope),
+        ("ignore", AuthorityRole::Ignored),
+    ]);
 
     /// Refuses requests without a key if their method is covered.
     "require-key" KEYS Route Switch "BOOL" ByProfile("false");
-    require_key: bool = units::boolean;
+    require_key: bool = Boolean;
 
     /// The header fields that may carry the key. If a request has several of them, their keys must be equal.
     "key-header" KEYS Route Many "NAME,…" ByProfile("Idempotency-Key");
-    key_header: HeaderName = units::key_header;
+    key_header: HeaderName = Matching(units::key_header, NAME);
 
     /// The parameters of the query, or of a form in the body, that may carry the key. Their case does not count. Then all
     /// requests with a covered method are read into memory.
@@ -374,14 +401,14 @@ settings! {
     /// A list of members of JSON bodies, such as `/idempotency_key` (JSON pointers), that may carry the key. Their case does not
     /// count. Then all requests with a covered method are read into memory.
     "key-member" KEYS Route Many "POINTER,…" Nothing("by profile: some in square, aws and mcp, none in the others");
-    key_member: JsonPointer = units::key_member;
+    key_member: JsonPointer = Matching(units::key_member, POINTER);
 
     /// A list of members of JSON bodies from which the key is built, such as `/customer` (JSON pointers). A key that the caller
     /// chose is ignored: two requests of one caller with the same values are one operation, with any key or without one. A body
     /// that may be JSON and that not every program reads alike is refused. Needs a `scope` that every caller must send, or
     /// `single-tenant`.
     "natural-key" KEYS Route Many "POINTER,…" Nothing("the caller chooses the key");
-    natural_key: JsonPointer = units::json_pointer;
+    natural_key: JsonPointer = Matching(units::json_pointer, POINTER);
 
     /// The tools without an effect, for `profile = "mcp"`: their calls pass, with a key or without one. Each is a name, or the
     /// beginning of names and a star, such as `get_*`. The longest entry of `read-only-tools` and `intent-tools` that fits
@@ -398,24 +425,23 @@ settings! {
     /// The scope within which a caller's key is unique: `endpoint` (method and path; on another endpoint it is another key), or
     /// `caller` (the same key on another endpoint is refused as a mismatch).
     "key-scope" KEYS Route One "endpoint|caller" ByProfile("endpoint");
-    key_scope: KeyScope = |text| one_of(text, &[("endpoint", KeyScope::Endpoint), ("caller", KeyScope::Caller)]);
+    key_scope: KeyScope = OneOf(&[("endpoint", KeyScope::Endpoint), ("caller", KeyScope::Caller)]);
 
     /// The syntax of the key in its header field: `lenient` (bare or in quotes), `strict` (in quotes only, as the draft demands),
     /// or `raw` (the value as it is: quotes, commas and spaces are part of the key).
     "key-syntax" KEYS Route One "lenient|strict|raw" ByProfile("lenient");
-    key_syntax: KeySyntax = |text| one_of(
-        text,
-        &[("lenient", KeySyntax::Lenient), ("strict", KeySyntax::Strict), ("raw", KeySyntax::Raw)],
-    );
+    key_syntax: KeySyntax = OneOf(&[
+        ("lenient", KeySyntax::Lenient), ("strict", KeySyntax::Strict), ("raw", KeySyntax::Raw),
+    ]);
 
     /// The format of keys: `any` (1 to 255 characters), `uuid`, `ulid`, or `pattern:REGEX`, which the whole key must match, such
     /// as `pattern:.{20,64}` for 20 to 64 characters.
     "key-format" KEYS Route One "FORMAT" ByProfile("any");
-    key_format: KeyFormat = units::key_format;
+    key_format: KeyFormat = WordsOr(&["any", "uuid", "ulid"], "^pattern:", units::key_format);
 
     /// The header field that marks a replay.
     "replay-marker" KEYS Route One "NAME" ByProfile("Idempotent-Replayed");
-    replay_marker: HeaderName = units::replay_marker;
+    replay_marker: HeaderName = Matching(units::replay_marker, NAME);
 
     /// The page that documents your rules for keys: a URL such as https://developer.example.com/idempotency, or a path. Refusals
     /// link to it.
@@ -430,109 +456,109 @@ settings! {
     /// The methods that are covered. Requests with other methods pass through. In a [[route]], also the methods that the route
     /// matches.
     "methods" KEYS Route Many "METHOD,…" ByProfile("POST,PATCH");
-    methods: Method = units::method;
+    methods: Method = Matching(units::method, METHOD);
 
     /// Decides if a slash at the end makes another path: `ignore` (`/orders/` is `/orders`), or `exact`. Affects the choice of
     /// the route and of the record. The service gets the path as it was sent.
     "trailing-slash" KEYS Route One "ignore|exact" Value("ignore");
-    trailing_slash: TrailingSlash = |text| one_of(text, &[("ignore", TrailingSlash::Ignore), ("exact", TrailingSlash::Exact)]);
+    trailing_slash: TrailingSlash = OneOf(&[("ignore", TrailingSlash::Ignore), ("exact", TrailingSlash::Exact)]);
 
     /// Decides if upper and lower case differ in the fixed parts of a route's path: `ignore` (`/Orders/7` is `/orders/7`), or
     /// `exact`. The value of a parameter such as `{id}` keeps its case. Affects the same choices as trailing-slash.
     "path-case" KEYS Route One "ignore|exact" Value("ignore");
-    path_case: PathCase = |text| one_of(text, &[("ignore", PathCase::Ignore), ("exact", PathCase::Exact)]);
+    path_case: PathCase = OneOf(&[("ignore", PathCase::Ignore), ("exact", PathCase::Exact)]);
 
     /// The time for which a request owns its key without renewing it. The sidecar renews it while the request runs. So this is
     /// the time for which a key stays blocked after a crash, and not a limit on the duration of a request. From 100ms to 1h.
     "lease" RECORDS Route One "DURATION" Value("30s");
-    lease: Duration = |text| bounded(text, limits::MIN_LEASE, limits::MAX_LEASE);
+    lease: Duration = DurationFrom(limits::MIN_LEASE, limits::MAX_LEASE);
 
     /// The time for which a response is kept and replayed, from its completion. From 1s to 400d.
     "retention" RECORDS Route One "DURATION" ByProfile("24h");
-    retention: Duration = |text| bounded(text, limits::MIN_RETENTION, limits::MAX_RETENTION);
+    retention: Duration = DurationFrom(limits::MIN_RETENTION, limits::MAX_RETENTION);
 
     /// The longest time that a duplicate waits for the response of the request in progress. After it, the duplicate is
     /// refused with 409 and may be sent again. At most 1h.
     "wait" RECORDS Route One "DURATION" Value("2s");
-    wait: Duration = |text| bounded(text, Duration::ZERO, limits::MAX_LEASE);
+    wait: Duration = DurationFrom(Duration::ZERO, limits::MAX_LEASE);
 
     /// The policy for a key whose owner crashed: `park` (the outcome is unknown until an operator resolves it: at most one
     /// execution), `reexecute` (the next request with the key executes: at least one execution), or `reconcile` (the sidecar
     /// asks the service; see `reconcile-path`).
     "on-abandoned" RECORDS Route One "park|reexecute|reconcile" Value("park");
-    on_abandoned: OnAbandoned = |text| one_of(
-        text,
-        &[("park", OnAbandoned::Park), ("reexecute", OnAbandoned::Reexecute), ("reconcile", OnAbandoned::Reconcile)],
-    );
+    on_abandoned: OnAbandoned = OneOf(&[
+        ("park", OnAbandoned::Park), ("reexecute", OnAbandoned::Reexecute),
+        ("reconcile", OnAbandoned::Reconcile),
+    ]);
 
     /// The one that completes the record of a request: `sidecar` (with the service's response, after it), or `upstream` (the
     /// service, with `SELECT oncegate.complete(record, token)` in the transaction that holds its effect, so that both commit
     /// or neither does). `upstream` needs a store on PostgreSQL, and executes a request again that was cut off before it
     /// committed.
     "completion" RECORDS Route One "sidecar|upstream" Value("sidecar");
-    completion: CompletedBy = |text| one_of(text, &[("sidecar", CompletedBy::Layer), ("upstream", CompletedBy::Upstream)]);
+    completion: CompletedBy = OneOf(&[("sidecar", CompletedBy::Layer), ("upstream", CompletedBy::Upstream)]);
 
     /// The path at which the sidecar asks the service for the outcome of a request whose owner crashed, such as
     /// `/oncegate/outcome`. It gets a GET with the key and the caller's credentials, and must answer as docs/reference/http.md
     /// describes. For on-abandoned = reconcile. With completion = upstream, the sidecar also asks there for the response of a
     /// request that the service completed without one.
     "reconcile-path" RECORDS Route One "PATH" Nothing("");
-    reconcile_path: PathAndQuery = units::reconcile_path;
+    reconcile_path: PathAndQuery = Matching(units::reconcile_path, r"^/[^?#{} ]*$");
 
     /// The time for which the sidecar repeats its question until the service reports the outcome. After it, the outcome is
     /// unknown until an operator resolves it; with completion = upstream, the next retry asks again. From 10ms to 10m.
     "reconcile-timeout" RECORDS Route One "DURATION" Value("10s");
-    reconcile_timeout: Duration = |text| bounded(text, 10 * MILLI, 600 * SECOND);
+    reconcile_timeout: Duration = DurationFrom(10 * MILLI, 600 * SECOND);
 
     /// The path at which the service is asked before each replay if the caller may still get the response: a HEAD with the
     /// caller's credentials. 2xx with the field `Oncegate-Authorize: allow` replays. 401 and 403 refuse the retry with this
     /// status, and so does 404 with `Oncegate-Authorize: deny`. Every other response is no decision: there is no replay, and the
     /// retry is refused with 503 or the service's 5xx. Not for a scope of mtls.
     "authorize" RECORDS Route One "PATH" Nothing("replays without a question");
-    authorize: PathAndQuery = units::reconcile_path;
+    authorize: PathAndQuery = Matching(units::reconcile_path, r"^/[^?#{} ]*$");
 
-    /// The longest time that the service may take for this decision. From 10ms to 60s.
+    /// The longest time that the service may take for this decision. From 10ms to 1m.
     "authorize-timeout" RECORDS Route One "DURATION" Value("5s");
-    authorize_timeout: Duration = |text| bounded(text, 10 * MILLI, 60 * SECOND);
+    authorize_timeout: Duration = DurationFrom(10 * MILLI, 60 * SECOND);
 
     /// The policy for responses from 500 to 599: `replay` (they are kept, because the effect may have happened), or `release`
     /// (the key is free again, because the service undoes everything before it responds so).
     "server-errors" RECORDS Route One "replay|release" ByProfile("replay");
-    server_errors: ServerErrors = |text| one_of(text, &[("replay", ServerErrors::Replay), ("release", ServerErrors::Release)]);
+    server_errors: ServerErrors = OneOf(&[("replay", ServerErrors::Replay), ("release", ServerErrors::Release)]);
 
-    /// A list of further response statuses that free the key, such as 400 and 422: the client can correct a refused request and
-    /// send it again under its key. The service must have done nothing when it responds so. From 400 to 599. The statuses 401,
-    /// 403, 407, 408, 421, 425 and 429 always free the key.
+    /// A list of further response statuses that free the key, such as 400 and 422, or 4xx or 5xx for all of a class: the client
+    /// can correct a refused request and send it again under its key. The service must have done nothing when it responds so.
+    /// From 400 to 599. The statuses 401, 403, 407, 408, 421, 425 and 429 always free the key.
     "release-statuses" RECORDS Route Many "STATUS,…" Nothing("by profile: none in ietf");
-    release_statuses: StatusCode = units::release_status;
+    release_statuses: Vec<StatusCode> = ReleaseStatus;
 
     /// The policy for requests with a key while the store cannot be reached: `closed` (503, nothing is executed), or `open`
     /// (executed WITHOUT protection, marked and counted). A store that can be reached but is full accepts no new keys in either
     /// case.
     "store-outage" RECORDS Route One "closed|open" Value("closed");
-    store_outage: StoreOutage = |text| one_of(text, &[("closed", StoreOutage::Closed), ("open", StoreOutage::Open)]);
+    store_outage: StoreOutage = OneOf(&[("closed", StoreOutage::Closed), ("open", StoreOutage::Open)]);
 
     /// Only observes: every request goes to the service WITHOUT protection, as if the sidecar were not there, also while the
     /// store is away. What would have been done with it is counted (oncegate_shadow_requests_total) and written to the access
     /// log. For a first look at real traffic. Not for `profile = "mcp"`.
     "shadow" RECORDS Route Switch "BOOL" Value("false");
-    shadow: bool = units::boolean;
+    shadow: bool = Boolean;
 
     /// A list of further header fields of responses that are stored and replayed. Fields such as Content-Type, Location and ETag
     /// are always stored.
     "stored-headers" RECORDS Route Many "NAME,…" Nothing("");
-    stored_headers: HeaderName = units::stored_header;
+    stored_headers: HeaderName = Matching(units::stored_header, NAME);
 
     /// A list of members of JSON responses that are not stored, such as `/card/number` (JSON pointers; a step `*` is every
     /// element or member). The first client gets them; a replay has `null` in their place, and the field
     /// `Idempotency-Redacted`. A response that is not JSON is not stored at all then, and its replay is refused. The
     /// comparison of requests is not affected.
     "redact-response" RECORDS Route Many "POINTER,…" Nothing("");
-    redact_response: JsonPointer = units::redacted;
+    redact_response: JsonPointer = Matching(units::redacted, "^/");
 
     /// A list of header fields of responses that are not stored, although they are by default or because of stored-headers.
     "redact-headers" RECORDS Route Many "NAME,…" Nothing("");
-    redact_headers: HeaderName = units::header_name;
+    redact_headers: HeaderName = Matching(units::header_name, NAME);
 
     /// Encrypts responses and the results of steps before the store gets them, with the keys in this file: one in each line, as
     /// `oncegate seal-key new` prints it. The first key seals, all open. A reload reads the file again. docs/reference/sealing.md
@@ -545,20 +571,20 @@ settings! {
     seal_keys: Keyring = seal::keys;
 
     /// A program that prints the keys, and its arguments, such as one that asks a key management service: an array in the
-    /// file. It runs at the start and at each reload, without a shell, for at most 10 seconds. Logs show its arguments, and
-    /// what it writes to its standard error.
+    /// file. It runs at the start and at each reload, without a shell, for at most 10 seconds. Logs show what it
+    /// writes to its standard error, and not its arguments, which may be secrets.
     "seal-keys-command" SEALING Live Many "WORD,…" Nothing("");
     seal_keys_command: String = seal::word;
 
     /// Refuses stored responses and steps that are not sealed, so that an attacker who can write to the store cannot replace a
     /// sealed response by an invented one. Set it once the longest retention has passed since all sidecars seal.
     "seal-required" SEALING Live Switch "BOOL" Value("false");
-    seal_required: bool = units::boolean;
+    seal_required: bool = Boolean;
 
     /// Opens sealed responses, and seals nothing: until all sidecars of a store have the keys, and after sealing was switched
     /// off.
     "seal-opens-only" SEALING Live Switch "BOOL" Value("false");
-    seal_opens_only: bool = units::boolean;
+    seal_opens_only: bool = Boolean;
 
     /// Computes the ids of records, and the marks of callers, keys and requests, with the secret in this file, as
     /// `oncegate id-secret new` prints it: a reader of the store who guesses a key or a caller cannot confirm the guess. Only for
@@ -574,28 +600,23 @@ settings! {
     /// A list of members that are ignored when JSON bodies are compared, such as `/meta/timestamp` (JSON pointers). A body that
     /// consists only of ignored members is compared as a whole.
     "fingerprint.exclude" REQUESTS Route Many "POINTER,…" Nothing("");
-    fingerprint_exclude: JsonPointer = units::excluded;
+    fingerprint_exclude: JsonPointer = Matching(units::excluded, "^/");
 
     /// A list of members of JSON bodies: only these are compared. Names are case-sensitive. A body that has none of these members
     /// is compared as a whole.
     "fingerprint.include" REQUESTS Route Many "POINTER,…" Nothing("all members");
-    fingerprint_include: JsonPointer = units::json_pointer;
+    fingerprint_include: JsonPointer = Matching(units::json_pointer, POINTER);
 
     /// The comparison of the bodies of two requests with one key: `canonical` (JSON by value, forms and multipart by their
     /// parts), `raw` (byte by byte), or `nothing` (another body is a retry, too, as receivers of webhooks need it).
     "fingerprint.body" REQUESTS Route One "canonical|raw|nothing" ByProfile("canonical");
-    fingerprint_body: BodyComparison = |text| one_of(
-        text,
-        &[
-            ("canonical", BodyComparison::Canonical),
-            ("raw", BodyComparison::Raw),
-            ("nothing", BodyComparison::Nothing),
-        ],
-    );
+    fingerprint_body: BodyComparison = OneOf(&[
+        ("canonical", BodyComparison::Canonical), ("raw", BodyComparison::Raw), ("nothing", BodyComparison::Nothing),
+    ]);
 
     /// A list of header fields that are compared, too: requests that differ in one of them are different requests.
     "fingerprint.headers" REQUESTS Route Many "NAME,…" Nothing("");
-    fingerprint_headers: HeaderName = units::seen_header;
+    fingerprint_headers: HeaderName = Matching(units::seen_header, NAME);
 
     /// A list of origins whose pages may read responses, such as `https://shop.example`, or `*` for every origin. The sidecar
     /// writes the Access-Control-* fields on replays, on refusals, and on responses of the service that have none, and answers
@@ -606,127 +627,129 @@ settings! {
     /// A list of further header fields that pages may read, besides those that are always readable and those of Oncegate (the
     /// key, the replay marker, Idempotency-Status, Retry-After, RateLimit, RateLimit-Policy, and those that the profile adds).
     "cors.exposed-headers" BROWSERS Route Many "NAME,…" Nothing("");
-    cors_exposed_headers: HeaderName = units::header_name;
+    cors_exposed_headers: HeaderName = Matching(units::header_name, NAME);
 
     /// A list of header fields that pages may send.
     "cors.allowed-headers" BROWSERS Route Many "NAME,…" Nothing("those that the preflight request asks for");
-    cors_allowed_headers: HeaderName = units::header_name;
+    cors_allowed_headers: HeaderName = Matching(units::header_name, NAME);
 
     /// A list of methods that pages may use.
     "cors.allowed-methods" BROWSERS Route Many "METHOD,…" Nothing("the one that the preflight request asks for");
-    cors_allowed_methods: Method = units::cors_method;
+    cors_allowed_methods: Method = Matching(units::cors_method, METHOD);
 
     /// Lets pages send cookies and other credentials of the browser. Cannot be combined with the origin `*`.
     "cors.allow-credentials" BROWSERS Route Switch "BOOL" Value("false");
-    cors_allow_credentials: bool = units::boolean;
+    cors_allow_credentials: bool = Boolean;
 
     /// The time for which a browser may remember the response to a preflight request. At most 24h.
     "cors.max-age" BROWSERS Route One "DURATION" Value("1h");
-    cors_max_age: Duration = |text| bounded(text, Duration::ZERO, DAY);
+    cors_max_age: Duration = DurationFrom(Duration::ZERO, DAY);
 
-    /// The largest body of a request with a key, such as 64KiB, 2MiB, 10MB or a number of bytes. Larger bodies are refused
-    /// with 413. Bodies of requests without a key have no limit, unless the query or the body may carry the key. At most 1GiB.
+    /// The largest body of a request with a key, such as 64KiB, 2MiB or 10MB. Larger bodies are refused with 413. Bodies of
+    /// requests without a key have no limit, unless the query or the body may carry the key. At most 1GiB.
     "max-request-body" LIMITS Route One "SIZE" Value("2MiB");
-    max_request_body: usize = |text| at_most(text, 1 << 30, "a request body is held in memory while it is executed");
+    max_request_body: usize = Size { min: 0, max: 1 << 30, why: "a request body is held in memory while it is executed" };
 
     /// The memory for the bodies of all requests with a key together, from their arrival until the service has them. A request
     /// whose body does not fit is refused with 503. At least max-request-body, and at most 1024GiB.
     "request-budget" LIMITS Service One "SIZE" Value("256MiB");
-    request_budget: usize = units::memory;
+    request_budget: usize = Size { min: 0, max: MAX_MEMORY, why: MEMORY };
 
     /// The largest body of a response that is stored. A larger response reaches the first client whole and cannot be replayed.
     /// At most 64MiB.
     "max-response-body" LIMITS Route One "SIZE" Value("1MiB");
-    max_response_body: usize = |text| at_most(text, limits::MAX_RESPONSE_BYTES, "a record cannot hold more");
+    max_response_body: usize = Size { min: 0, max: limits::MAX_RESPONSE_BYTES, why: "a record cannot hold more" };
 
     /// The memory for the bodies of all responses to requests with a key together, until clients have received them. A replay
     /// that does not fit is refused with 503, and no new request is executed while the budget is used up. At least
     /// max-response-body, and at most 1024GiB.
     "response-budget" LIMITS Service One "SIZE" Value("256MiB");
-    response_budget: usize = units::memory;
+    response_budget: usize = Size { min: 0, max: MAX_MEMORY, why: MEMORY };
 
     /// The most requests with a key that are in flight at the same time. A request counts until the service has responded, even
     /// if its client hangs up. Further requests are refused with 503, and nothing is executed. At most 65536.
     "max-in-flight" LIMITS Service One "N" Value("2048");
-    max_in_flight: usize = |text| number(text, limits::MAX_UNSETTLED, "requests");
+    max_in_flight: usize = NumberTo(limits::MAX_UNSETTLED, "requests");
 
     /// The most requests with a key of one caller that are in flight at the same time. All callers without a credential count as
     /// one. It has no effect if scope is `single-tenant`. At most 65536.
     "max-in-flight-per-caller" LIMITS Service One "N" Value("1024");
-    max_in_flight_per_caller: usize = |text| number(text, limits::MAX_UNSETTLED, "requests");
+    max_in_flight_per_caller: usize = NumberTo(limits::MAX_UNSETTLED, "requests");
 
     /// The most requests without a key that are in flight at the same time, until their responses have ended. Upgraded
     /// connections, such as WebSockets, count until they end, and so does the rest of a request that is still sent after its
-    /// response. Further requests are refused with 503.
+    /// response. Further requests are refused with 503. At most 1000000.
     "max-in-flight-without-key" LIMITS Service One "N" Nothing("as max-connections, but at least 1024; fewer if the system's limit of open files leaves fewer");
-    max_in_flight_without_key: usize = |text| number(text, MAX_OPEN, "requests");
+    max_in_flight_without_key: usize = NumberTo(MAX_OPEN, "requests");
 
     /// The rate of new keys of each caller, such as `10/s`, `600/m` or `10/s burst 50` (without a burst, as many as in the period
     /// may come at once), or `none`. Further ones are refused with 429, and nothing is executed. All callers without a
     /// credential count as one. Each sidecar counts by itself.
     "rate-limit.caller" LIMITS Route One "RATE" Nothing("no limit");
-    rate_limit_caller: Option<RateQuota> = rate::rate;
+    rate_limit_caller: Option<RateQuota> = WordsOr(&["none"], RATE, rate::rate);
 
     /// The rate of requests with one key: the first one and its retries, as for a client that repeats its request in a loop.
     /// Written and counted as rate-limit.caller.
     "rate-limit.key" LIMITS Route One "RATE" Nothing("no limit");
-    rate_limit_key: Option<RateQuota> = rate::rate;
+    rate_limit_key: Option<RateQuota> = WordsOr(&["none"], RATE, rate::rate);
 
     /// The rate of new keys of all callers together, of each route by itself. Written and counted as rate-limit.caller.
     "rate-limit.route" LIMITS Route One "RATE" Nothing("no limit");
-    rate_limit_route: Option<RateQuota> = rate::rate;
+    rate_limit_route: Option<RateQuota> = WordsOr(&["none"], RATE, rate::rate);
 
-    /// The most client connections that are open at the same time. A further connection waits until another one ends.
+    /// The most client connections that are open at the same time. A further connection waits until another one ends. Those that
+    /// have sent no request are closed for it; one that has sent a request stays, also if it is idle. At most 1000000.
     "max-connections" LIMITS Service One "N" Value("10000");
-    max_connections: usize = |text| number(text, MAX_OPEN, "connections");
+    max_connections: usize = NumberTo(MAX_OPEN, "connections");
 
     /// The time for which an HTTP/1.1 connection of a client is kept without a request, and the longest time for the head of a
     /// request. It must be longer than the time after which the load balancer before the sidecar closes idle connections
     /// (nginx, AWS and Azure 60 s by default, Google Cloud 600 s). Otherwise the load balancer may send a request on a
     /// connection that the sidecar is just closing. From 1s to 24h.
     "client-idle-timeout" LIMITS Live One "DURATION" Value("75s");
-    client_idle_timeout: Duration = |text| bounded(text, SECOND, DAY);
+    client_idle_timeout: Duration = DurationFrom(SECOND, DAY);
 
     /// The longest time that a client may accept no byte of a response that is ready for it. After it, its connection is closed;
     /// with HTTP/2, only that response is given up. From 100ms to 1h.
     "write-timeout" LIMITS Service One "DURATION" Value("60s");
-    write_timeout: Duration = |text| bounded(text, 100 * MILLI, 3600 * SECOND);
+    write_timeout: Duration = DurationFrom(100 * MILLI, 3600 * SECOND);
 
     /// The longest time that the service may stay silent, before its response begins and within it, or `none`. If the response to
-    /// a request with a key does not come in time, its outcome is unknown.
+    /// a request with a key does not come in time, its outcome is unknown. From 1ms to 24h.
     "upstream-timeout" LIMITS Route One "DURATION" Value("30s");
-    upstream_timeout: Option<Duration> = units::upstream_timeout;
+    upstream_timeout: Option<Duration> = DurationOrNone(MILLI, DAY);
 
-    /// The longest time that connecting to the service may take, TLS included. After it, nothing was sent and the key is free.
+    /// The longest time that connecting to the service may take, TLS included. After it, nothing was sent and the key is
+    /// free. From 1ms to 10m.
     "upstream-connect-timeout" LIMITS Live One "DURATION" Value("5s");
-    upstream_connect_timeout: Duration = |text| bounded(text, MILLI, 600 * SECOND);
+    upstream_connect_timeout: Duration = DurationFrom(MILLI, 600 * SECOND);
 
     /// The time for which an idle connection to the service is kept; with `0s`, no connection is used twice. It must be less than
     /// the time after which the service closes idle connections (gunicorn 2 s, Node and uvicorn 5 s). Otherwise a request with a
     /// key may be sent on a connection that the service is just closing, and its outcome is unknown. At most 10m.
     "upstream-idle-timeout" LIMITS Live One "DURATION" Value("1s");
-    upstream_idle_timeout: Duration = |text| bounded(text, Duration::ZERO, 600 * SECOND);
+    upstream_idle_timeout: Duration = DurationFrom(Duration::ZERO, 600 * SECOND);
 
     /// The longest time that a command to the store may take before the sidecar checks the health of the store, and the longest
     /// time that this check may take. A store that fails the check counts as unreachable: requests with a key are refused at
     /// once until it answers again. On PostgreSQL, a connection whose command gets no reply in this time is also given up, and
     /// a slow server gets smaller batches of commands, so that they finish in time. From 10ms to 1m.
     "store-timeout" LIMITS Service One "DURATION" Value("2s");
-    store_timeout: Duration = |text| bounded(text, 10 * MILLI, 60 * SECOND);
+    store_timeout: Duration = DurationFrom(10 * MILLI, 60 * SECOND);
 
     /// The longest time that running requests may take to finish after SIGTERM. Requests that still run are then cut off, and
-    /// their outcome is unknown.
+    /// their outcome is unknown. At most 24h.
     "drain-timeout" LIMITS Live One "DURATION" Value("30s");
-    drain_timeout: Duration = |text| bounded(text, Duration::ZERO, DAY);
+    drain_timeout: Duration = DurationFrom(Duration::ZERO, DAY);
 
     /// The time for which requests are still accepted after SIGTERM, while /readyz already responds with 503. Set it to the time
     /// that load balancers need to notice and to stop sending requests. The drain-timeout begins after it. At most 10m.
     "shutdown-delay" LIMITS Live One "DURATION" Value("0s");
-    shutdown_delay: Duration = |text| bounded(text, Duration::ZERO, 600 * SECOND);
+    shutdown_delay: Duration = DurationFrom(Duration::ZERO, 600 * SECOND);
 
     /// The form of the log on the standard error: `text`, or `json` with one object a line.
     "log-format" TELEMETRY Service One "text|json" Value("text");
-    log_format: LogFormat = |text| one_of(text, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);
+    log_format: LogFormat = OneOf(&[("text", LogFormat::Text), ("json", LogFormat::Json)]);
 
     /// Sends traces and metrics to the collector at this address, over OTLP (HTTP with Protocol Buffers). The path of each signal
     /// is added: /v1/traces, /v1/metrics.
@@ -740,11 +763,11 @@ settings! {
 
     /// The data that is sent to the collector: `traces`, `metrics`, or both.
     "otlp-signals" TELEMETRY Service Many "traces|metrics" Value("traces");
-    otlp_signals: Signal = |text| one_of(text, &[("traces", Signal::Traces), ("metrics", Signal::Metrics)]);
+    otlp_signals: Signal = OneOf(&[("traces", Signal::Traces), ("metrics", Signal::Metrics)]);
 
     /// The interval in which metrics are sent to the collector. From 1s to 1h.
     "otlp-metrics-interval" TELEMETRY Service One "DURATION" Value("60s");
-    otlp_metrics_interval: Duration = |text| bounded(text, SECOND, 3600 * SECOND);
+    otlp_metrics_interval: Duration = DurationFrom(SECOND, 3600 * SECOND);
 
     /// The name of this sidecar in traces and metrics that are sent (`service.name`).
     "otlp-service-name" TELEMETRY Service One "NAME" Nothing("`oncegate`, or with `service` its value and `-oncegate`");
@@ -758,7 +781,7 @@ settings! {
     /// The share of new traces that are recorded, from 0 to 1. A request that belongs to a trace already is recorded if its
     /// client recorded it, but only if the client is one of trusted-proxies; for all others this ratio decides.
     "trace-sample-ratio" TELEMETRY Live One "RATIO" Value("1");
-    trace_sample_ratio: SampleRatio = units::sample_ratio;
+    trace_sample_ratio: SampleRatio = Ratio;
 }
 
 impl Values {
@@ -775,17 +798,17 @@ impl Values {
     }
 }
 
-fn read_one<T>(raw: &Raw, read: fn(&str) -> Result<T, String>) -> Result<T, Vec<String>> {
+fn read_one<R: Reader>(raw: &Raw, reader: &R) -> Result<R::Value, Vec<String>> {
     match raw {
-        Raw::Text(text) => read(text).map_err(|error| vec![error]),
+        Raw::Text(text) => reader.read(text).map_err(|error| vec![error]),
         Raw::List(_) => Err(vec!["a list, but one value is expected".to_owned()]),
     }
 }
 
-fn read_many<T>(raw: &Raw, read: fn(&str) -> Result<T, String>) -> Result<Vec<T>, Vec<String>> {
+fn read_many<R: Reader>(raw: &Raw, reader: &R) -> Result<Vec<R::Value>, Vec<String>> {
     let mut values = Vec::new();
     let mut errors = Vec::new();
-    let mut add = |text: &str| match read(text) {
+    let mut add = |text: &str| match reader.read(text) {
         Ok(value) => values.push(value),
         Err(error) => errors.push(error),
     };

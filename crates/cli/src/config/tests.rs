@@ -1,6 +1,7 @@
 //! Tests of the configuration from flags, environment and file together.
 
 use std::ffi::OsString;
+use std::fs;
 
 use oncegate_core::{IdSecret, MemoryStore};
 use oncegate_http::CallerPart;
@@ -96,6 +97,8 @@ const SAMPLES: &[(&str, &str, &str)] = &[
     ("admin", "127.0.0.1:2", "admin: 127.0.0.1:2"),
     ("admin-token-file", "TOKEN", "admin_token: Some(AdminToken)"),
     ("admin-token", "0123456789abcdef", "admin_token: Some(AdminToken)"),
+    ("metrics-token-file", "TOKEN", ""),
+    ("metrics-token", "fedcba9876543210", ""),
     ("store", "./data", "/data\")"),
     ("store-must-exist", "true", "store_must_exist: true"),
     ("max-records", "1000", "max_records: Some(1000)"),
@@ -573,6 +576,36 @@ fn single_mistakes_have_single_errors() {
     }
 }
 
+/// A token for `/metrics` is next to an admin token and another one than that.
+#[test]
+fn the_token_for_metrics_needs_an_admin_token_that_is_another_one() {
+    const ADMIN: (&str, &str) = ("ONCEGATE_ADMIN_TOKEN", "0123456789abcdef");
+    const METRICS: (&str, &str) = ("ONCEGATE_METRICS_TOKEN", "fedcba9876543210");
+    let config = Given { env: &[TO, ADMIN, METRICS], ..NOTHING }.config();
+    assert_eq!(config.metrics_token.as_ref().map(|token| token.as_bytes()), Some(&b"fedcba9876543210"[..]));
+    assert!(!format!("{config:?}").contains("fedcba"), "{config:?}");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("token");
+    fs::write(&path, "the-token-in-the-file\n").unwrap();
+    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
+    let file = format!("metrics-token-file = {:?}", path.display().to_string());
+    let (draft, _dir) = Given { env: &[TO, ADMIN], file: &file, ..NOTHING }.draft();
+    assert!(draft.config.unwrap().metrics_token.is_some());
+    let warning = draft.problems[0].to_string();
+    assert!(warning.starts_with("the metrics token in ") && warning.contains("chmod o="), "{warning}");
+    for (env, why) in [
+        (&[TO, METRICS][..], "ONCEGATE_METRICS_TOKEN: a token for /metrics needs an admin token"),
+        (&[TO, ADMIN, ("ONCEGATE_METRICS_TOKEN", ADMIN.1)], "is the admin token"),
+        (&[TO, ADMIN, ("ONCEGATE_METRICS_TOKEN", "short")], "the token has 5 characters"),
+    ] {
+        let problems = Given { env, ..NOTHING }.problems();
+        assert!(problems.len() == 1 && problems[0].contains(why), "{problems:?}");
+    }
+    // An admin token that cannot be read is one problem.
+    let env = [TO, METRICS, ("ONCEGATE_ADMIN_TOKEN", "short")];
+    assert_eq!(Given { env: &env, ..NOTHING }.problems().len(), 1);
+}
+
 /// The same variables serve the commands of operators.
 #[test]
 fn variables_for_commands_are_fine_for_a_sidecar() {
@@ -872,6 +905,23 @@ fn the_summary_shows_no_password_of_a_store() {
     assert!(!format!("{config:?}").contains("hunter2"));
 }
 
+/// `env NAME=value` is how a program gets what it needs, and any argument may be a secret.
+#[test]
+fn the_summary_shows_no_argument_of_the_program_for_keys() {
+    let file =
+        "seal-keys-command = [\"env\", \"VAULT_PW=hunter2\", \"print-keys\", \"--token\", \"hunter3\"]\n";
+    let config = Given { env: &[TO], file, ..NOTHING }.config();
+    let summary = config.safe_summary();
+    assert!(summary.contains("seal-keys-command=env,VAULT_PW=…,…,…,… ("), "{summary}");
+    let env = &[TO, ("ONCEGATE_SEAL_KEYS_COMMAND", "env,VAULT_PW=hunter2,print-keys")];
+    let config = Given { env, ..NOTHING }.config();
+    let summary = config.safe_summary();
+    assert!(summary.contains("seal-keys-command=env,VAULT_PW=…,… ("), "{summary}");
+    let file = "seal-keys-command = [\"env\", \"VAULT_PW=…\", \"print-keys\"]\n";
+    let problems = Given { env: &[TO], file, ..NOTHING }.problems();
+    assert!(format!("{problems:?}").contains("an argument that is not shown"), "{problems:?}");
+}
+
 #[test]
 fn the_defaults_of_the_profile_in_the_help_are_its_own() {
     let by_profile = format!("{:?}", Given { env: &[TO], ..NOTHING }.config().default.settings);
@@ -1016,7 +1066,7 @@ fn every_setting_of_the_service_arrives() {
         let (name, (text, arrives)) = (setting.name, sample(setting.name));
         if arrives.is_empty() {
             assert!(
-                ["tls-", "jwt-", "otlp-", "seal-"].iter().any(|group| name.starts_with(group)),
+                ["tls-", "jwt-", "otlp-", "seal-", "metrics-"].iter().any(|group| name.starts_with(group)),
                 "add what `{name}` changes to SAMPLES"
             );
             continue;

@@ -22,6 +22,7 @@ use crate::trace::SampleRatio;
 
 use super::cached::{self, CachedChoice};
 use super::problem::{did_you_mean, nearest};
+use super::settings::Raw;
 pub(crate) use super::store_url::{StoreUrl, safe_url};
 
 type Read<T> = Result<T, String>;
@@ -159,6 +160,10 @@ pub(crate) fn boolean(text: &str) -> Read<bool> {
     }
 }
 
+/// The units of durations, in milliseconds.
+pub(crate) const DURATION_UNITS: &[(&str, u64)] =
+    &[("ms", 1), ("s", 1000), ("m", 60 * 1000), ("h", 60 * 60 * 1000), ("d", 24 * 60 * 60 * 1000)];
+
 pub(crate) fn duration(text: &str) -> Read<Duration> {
     const ALLOWED: &str =
         "write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"";
@@ -167,15 +172,12 @@ pub(crate) fn duration(text: &str) -> Read<Duration> {
     let Ok(number) = number.parse::<u64>() else {
         return Err(format!("{text:?} is not a duration; {ALLOWED}"));
     };
-    let millis = match unit {
-        "" if number == 0 => Some(0),
-        "" => return Err(format!("{text:?} has no unit; {ALLOWED}")),
-        "ms" => Some(number),
-        "s" => number.checked_mul(1000),
-        "m" => number.checked_mul(60 * 1000),
-        "h" => number.checked_mul(60 * 60 * 1000),
-        "d" => number.checked_mul(24 * 60 * 60 * 1000),
-        _ => return Err(format!("{text:?} has the unknown unit {unit:?}; {ALLOWED}")),
+    let found = DURATION_UNITS.iter().find(|(name, _)| *name == unit);
+    let millis = match (found, unit) {
+        (Some((_, of)), _) => number.checked_mul(*of),
+        (None, "") if number == 0 => Some(0),
+        (None, "") => return Err(format!("{text:?} has no unit; {ALLOWED}")),
+        (None, _) => return Err(format!("{text:?} has the unknown unit {unit:?}; {ALLOWED}")),
     };
     millis.map(Duration::from_millis).ok_or_else(|| format!("{text:?} is too long; {ALLOWED}"))
 }
@@ -214,32 +216,33 @@ pub(super) fn bounded(text: &str, min: Duration, max: Duration) -> Read<Duration
     ))
 }
 
-/// Reads a duration, or `none` for no limit.
-pub(crate) fn upstream_timeout(text: &str) -> Read<Option<Duration>> {
-    if text == "none" {
-        return Ok(None);
-    }
-    bounded(text, MILLI, DAY).map(Some).map_err(|error| format!("{error}; or \"none\" for no limit"))
-}
+/// The units of sizes, in bytes. Their case does not count.
+pub(crate) const SIZE_UNITS: &[(&str, u64)] = &[
+    ("B", 1),
+    ("KB", 1000),
+    ("KiB", 1 << 10),
+    ("MB", 1_000_000),
+    ("MiB", 1 << 20),
+    ("GB", 1_000_000_000),
+    ("GiB", 1 << 30),
+];
 
 pub(crate) fn size(text: &str) -> Read<usize> {
-    const ALLOWED: &str = "write bytes, or a number and a unit (KB, KiB, MB, MiB, GB, GiB), such as \"64KiB\", \"2MiB\", \"10MB\"";
+    const ALLOWED: &str =
+        "write a number and a unit (B, KB, KiB, MB, MiB, GB, GiB), such as \"64KiB\", \"2MiB\", \"10MB\"";
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at(digits);
     let Ok(number) = number.parse::<usize>() else {
         return Err(format!("{text:?} is not a size; {ALLOWED}"));
     };
-    let of: usize = match unit.to_ascii_lowercase().as_str() {
-        "" | "b" => 1,
-        "kb" => 1000,
-        "kib" => 1 << 10,
-        "mb" => 1_000_000,
-        "mib" => 1 << 20,
-        "gb" => 1_000_000_000,
-        "gib" => 1 << 30,
-        _ => return Err(format!("{text:?} has the unknown unit {unit:?}; {ALLOWED}")),
+    let found = SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit));
+    let bytes = match (found, unit) {
+        (Some((_, of)), _) => usize::try_from(*of).ok().and_then(|of| number.checked_mul(of)),
+        (None, "") if number == 0 => Some(0),
+        (None, "") => return Err(format!("{text:?} has no unit; {ALLOWED}; \"{text}B\" are {text} bytes")),
+        (None, _) => return Err(format!("{text:?} has the unknown unit {unit:?}; {ALLOWED}")),
     };
-    number.checked_mul(of).ok_or_else(|| format!("{text:?} is too large; {ALLOWED}"))
+    bytes.ok_or_else(|| format!("{text:?} is too large; {ALLOWED}"))
 }
 
 /// A size as [`size`] reads it, in the largest unit that needs no fraction.
@@ -257,59 +260,6 @@ pub(crate) fn sample_ratio(text: &str) -> Read<SampleRatio> {
     ratio.ok_or_else(|| {
         format!("{text:?} is not a number from 0 to 1; write a share, such as \"0.05\" for one in twenty")
     })
-}
-
-/// Reads a limit of memory.
-pub(crate) fn memory(text: &str) -> Read<usize> {
-    /// More than machines have.
-    const MAX: usize = 1 << 40;
-    at_most(text, MAX, "all of it may be in memory at once")
-}
-
-/// Reads the memory of a store.
-pub(crate) fn store_memory(text: &str) -> Read<usize> {
-    /// Less holds so few records that requests with new keys are soon refused.
-    const MIN: usize = 1024 * 1024;
-    match memory(text)? {
-        bytes if bytes < MIN => {
-            Err(format!("{text:?} is too little; at least {} is allowed", size_text(MIN as u64)))
-        }
-        bytes => Ok(bytes),
-    }
-}
-
-pub(super) fn number(text: &str, max: usize, of: &str) -> Read<usize> {
-    match text.parse() {
-        Ok(number) if (1..=max).contains(&number) => Ok(number),
-        _ => Err(format!("{text:?} is not a number of {of}; from 1 to {max} is allowed")),
-    }
-}
-
-pub(crate) fn max_records(text: &str) -> Read<u64> {
-    match text.parse() {
-        Ok(records @ 1..) => Ok(records),
-        _ => Err(format!("{text:?} is not a number of records; 1 or more is allowed")),
-    }
-}
-
-pub(crate) fn max_store_bytes(text: &str) -> Read<u64> {
-    /// A smaller limit would refuse the first large responses.
-    const MIN: u64 = 1024 * 1024;
-    match size(text)? as u64 {
-        bytes if bytes < MIN => {
-            Err(format!("{text:?} is too little; at least {} is allowed", size_text(MIN)))
-        }
-        bytes => Ok(bytes),
-    }
-}
-
-pub(super) fn at_most(text: &str, max: usize, why: &str) -> Read<usize> {
-    match size(text)? {
-        bytes if bytes > max => {
-            Err(format!("{text:?} is too much; at most {} is allowed: {why}", size_text(max as u64)))
-        }
-        bytes => Ok(bytes),
-    }
 }
 
 pub(crate) fn address(text: &str) -> Read<SocketAddr> {
@@ -561,7 +511,7 @@ pub(crate) fn shown_url(text: &str) -> String {
 
 /// The value of a setting as anyone may see it: a URL without its login and its parameters. What is left out shows as `…`, with
 /// which the value cannot be used.
-pub(crate) fn without_secrets(setting: &super::Setting, text: &str) -> String {
+fn without_secrets(setting: &super::Setting, text: &str) -> String {
     // These are sent to clients as they are.
     let is_public = ["documentation", "problem-base-url"].contains(&setting.name);
     if is_public || !setting.value.contains("URL") || !text.contains("://") {
@@ -577,6 +527,88 @@ pub(crate) fn without_secrets(setting: &super::Setting, text: &str) -> String {
         .is_some_and(|(_, rest)| rest.rsplit_once('@').map_or(rest, |(_, place)| place).contains(['?', '#']));
     if is_cut { format!("{shown}?…") } else { shown }
 }
+
+/// The value of a setting as anyone may see it: [`without_secrets`]. Of a command only its program and the names in
+/// `NAME=value` are shown, because any argument may be a secret.
+pub(crate) fn shown_value(setting: &super::Setting, raw: &Raw) -> Raw {
+    if setting.name != "seal-keys-command" {
+        return match raw {
+            Raw::Text(text) => Raw::Text(without_secrets(setting, text)),
+            Raw::List(texts) => Raw::List(texts.iter().map(|text| without_secrets(setting, text)).collect()),
+        };
+    }
+    let shown = |(at, word): (usize, &str)| match at {
+        0 => shown_program(word),
+        _ => shown_argument(word),
+    };
+    match raw {
+        Raw::Text(text) => Raw::Text(text.split(',').enumerate().map(shown).collect::<Vec<_>>().join(",")),
+        Raw::List(words) => Raw::List(words.iter().map(String::as_str).enumerate().map(shown).collect()),
+    }
+}
+
+/// The program of a command as anyone may see it: a path as it is. Of anything else, such as a whole command line in one word,
+/// only the name of its first file.
+pub(crate) fn shown_program(word: &str) -> String {
+    let is_path = |text: &str| {
+        let may_be_in_one = |char: char| char.is_alphanumeric() || "/._-+~".contains(char);
+        !text.is_empty() && text.chars().all(may_be_in_one)
+    };
+    if is_path(word) {
+        return word.to_owned();
+    }
+    let first = word.split_whitespace().next().unwrap_or_default();
+    match first.rsplit('/').next() {
+        Some(name) if first != word && is_path(first) && is_path(name) => format!("{name} {LEFT_OUT}"),
+        _ => LEFT_OUT.to_owned(),
+    }
+}
+
+/// An argument of a command as anyone may see it: `NAME=…` if it sets a variable of the environment. The text before a `=` is a
+/// name only if it is written like one: the `=` may also be in a URL, in a script, or at the end of base64.
+fn shown_argument(word: &str) -> String {
+    let is_name = |name: &str| {
+        name.starts_with(|first: char| first.is_ascii_uppercase() || first == '_')
+            && name.chars().all(|char| char.is_ascii_uppercase() || char.is_ascii_digit() || char == '_')
+    };
+    match word.split_once('=') {
+        Some((name, value)) if is_name(name) && !value.trim_start_matches('=').is_empty() => {
+            format!("{name}={LEFT_OUT}")
+        }
+        _ => LEFT_OUT.to_owned(),
+    }
+}
+
+/// An error about a value without the login and the parameters of a URL in it. The value may stand at the wrong setting, whose
+/// errors repeat what they get.
+pub(crate) fn without_logins(setting: &super::Setting, raw: &Raw, error: String) -> String {
+    let texts = match raw {
+        Raw::Text(text) => std::slice::from_ref(text),
+        Raw::List(texts) => texts,
+    };
+    let mut error = error;
+    for (_, rest) in texts.iter().filter_map(|text| text.split_once("://")) {
+        let mut hide = |secret: &str| {
+            for written in [secret.to_owned(), secret.escape_debug().to_string()] {
+                error = error.replace(&written, LEFT_OUT);
+            }
+        };
+        let (login, place) = rest.rsplit_once('@').unwrap_or(("", rest));
+        if !login.is_empty() {
+            hide(&format!("{login}@"));
+        }
+        if let Some((_, parameters)) = place.split_once('?')
+            && !setting.value.contains("URL")
+            && !parameters.is_empty()
+        {
+            hide(parameters);
+        }
+    }
+    error
+}
+
+/// Stands for what is not shown. A value with it cannot be used.
+pub(crate) const LEFT_OUT: &str = "…";
 
 pub(crate) fn path(text: &str) -> Read<PathBuf> {
     if text.is_empty() { Err("\"\" is not a file".to_owned()) } else { Ok(text.into()) }
@@ -671,11 +703,24 @@ pub(crate) fn problem_base_url(text: &str) -> Read<String> {
     Ok(text.to_owned())
 }
 
-pub(crate) fn release_status(text: &str) -> Read<StatusCode> {
-    let not_one = || format!("{text:?} is not a status; write a number from 400 to 599, such as 422");
-    let status = text.parse::<StatusCode>().map_err(|_| not_one())?;
-    Settings::default().with_release_statuses(vec![status]).map_err(|error| error.to_string())?;
-    Ok(status)
+/// The classes of statuses that stand for all of theirs.
+pub(crate) const STATUS_CLASSES: &[&str] = &["4xx", "5xx"];
+
+/// Reads a status that frees the key, or all statuses of a class, as in a profile.
+pub(crate) fn release_statuses(text: &str) -> Read<Vec<StatusCode>> {
+    let not_one =
+        || format!("{text:?} is not a status; write a number from 400 to 599, such as 422, or 4xx or 5xx");
+    let codes = match text {
+        "4xx" => 400..500,
+        "5xx" => 500..600,
+        _ => {
+            let code: u16 = text.parse().map_err(|_| not_one())?;
+            code..code.saturating_add(1)
+        }
+    };
+    let statuses = codes.map(StatusCode::from_u16).collect::<Result<Vec<_>, _>>().map_err(|_| not_one())?;
+    Settings::default().with_release_statuses(statuses.clone()).map_err(|error| error.to_string())?;
+    Ok(statuses)
 }
 
 /// An origin whose pages may read responses.
@@ -801,12 +846,6 @@ pub(crate) enum StoreOutage {
     Open,
 }
 
-/// Reads one of these words.
-pub(super) fn one_of<T: Copy>(text: &str, table: &[(&str, T)]) -> Read<T> {
-    let found = table.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
-    found.ok_or_else(|| not_one_of(text, &table.iter().map(|(name, _)| *name).collect::<Vec<_>>()))
-}
-
 /// `"x" is not one of a, b, c`, with a suggestion.
 pub(super) fn not_one_of(text: &str, names: &[&str]) -> String {
     format!("{text:?} is not one of {}{}", names.join(", "), did_you_mean(text, names.iter().copied()))
@@ -877,7 +916,7 @@ mod tests {
                 "0",
                 "-1",
                 "64MiB",
-                "67108865",
+                "67108865B",
                 "at most 64MiB is allowed: a record cannot",
             ),
             (
@@ -885,10 +924,10 @@ mod tests {
                 "0",
                 "-1",
                 "1GiB",
-                "1073741825",
+                "1073741825B",
                 "at most 1GiB is allowed: a request body is",
             ),
-            ("request-budget", "0", "-1", "1024GiB", "1099511627777", "at most 1024GiB is allowed"),
+            ("request-budget", "0", "-1", "1024GiB", "1099511627777B", "at most 1024GiB is allowed"),
             ("max-in-flight", "1", "0", "65536", "65537", "from 1 to 65536 is allowed"),
             ("max-in-flight-without-key", "1", "0", "1000000", "1000001", "from 1 to 1000000 is allowed"),
             ("max-connections", "1", "0", "1000000", "1000001", "from 1 to 1000000 is allowed"),
@@ -899,18 +938,20 @@ mod tests {
             assert!(refused(name, above).contains(allowed), "{name}: {}", refused(name, above));
         }
         assert_eq!(refused("lease", "99ms"), "\"99ms\" is out of bounds; from 100ms to 1h is allowed");
-        assert_eq!(upstream_timeout("none"), Ok(None));
-        assert_eq!(upstream_timeout("5s"), Ok(Some(5 * SECOND)));
-        let text = error(upstream_timeout("0s"));
-        assert_eq!(text, "\"0s\" is out of bounds; from 1ms to 24h is allowed; or \"none\" for no limit");
+        assert_eq!(refused("upstream-timeout", "none"), "");
+        assert_eq!(refused("upstream-timeout", "5s"), "");
+        assert_eq!(
+            refused("upstream-timeout", "0s"),
+            "\"0s\" is out of bounds; from 1ms to 24h is allowed; or \"none\" for no limit"
+        );
     }
 
     #[test]
-    fn sizes_are_bytes_or_have_units() {
+    fn sizes_have_units() {
         for (text, bytes) in [
-            ("65536", 65_536),
             ("0", 0),
             ("10B", 10),
+            ("65536b", 65_536),
             ("64KiB", 65_536),
             ("64kib", 65_536),
             ("10KB", 10_000),
@@ -921,7 +962,9 @@ mod tests {
             assert_eq!(size(text), Ok(bytes), "{text}");
         }
         for (text, why) in [
-            ("64K", "\"64K\" has the unknown unit \"K\"; write bytes, or a number and a unit"),
+            ("64K", "\"64K\" has the unknown unit \"K\"; write a number and a unit (B, KB, KiB"),
+            ("65536", "\"65536\" has no unit; write a number and a unit"),
+            ("65536", "; \"65536B\" are 65536 bytes"),
             ("two", "\"two\" is not a size"),
             ("-1", "\"-1\" is not a size"),
             ("18446744073709551615GiB", "is too large"),
@@ -932,10 +975,10 @@ mod tests {
 
     #[test]
     fn the_memory_of_a_store_holds_some_records() {
-        assert_eq!(store_memory("1MiB"), Ok(1 << 20));
+        assert_eq!(refused("store-memory", "1MiB"), "");
         for (text, why) in [
-            ("1", "\"1\" is too little; at least 1MiB is allowed"),
-            ("1048575", "at least 1MiB is allowed"),
+            ("1B", "\"1B\" is too little; at least 1MiB is allowed"),
+            ("1048575B", "at least 1MiB is allowed"),
             ("1025GiB", "is too much; at most 1024GiB is allowed"),
         ] {
             assert!(refused("store-memory", text).contains(why), "{text}: {}", refused("store-memory", text));

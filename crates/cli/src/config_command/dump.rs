@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use serde_json::{Value, json};
 
 use super::{DumpArgs, json_value, print, toml_text, toml_value};
-use crate::config::{Config, Draft, Problem, Raw, SETTINGS, SettableIn, Setting, without_secrets};
+use crate::config::{Config, Draft, GivenEntries, Problem, Raw, SETTINGS, SettableIn, Setting, shown_value};
 use crate::explain::{EffectiveSettings, Origin, Row};
 
 /// The column of the sources, unless a value is longer.
@@ -24,13 +24,7 @@ pub(super) fn run(args: &DumpArgs) -> ExitCode {
     for warning in &config.warnings {
         complain!("warning: {warning}");
     }
-    let effective = EffectiveSettings::new(&config, &given, None);
-    let rows: Vec<_> = SETTINGS.iter().map(|setting| (setting, effective.row(setting))).collect();
-    let routes: Vec<_> = (0..config.routes.len())
-        .map(|number| {
-            RouteRows::of(&config, number, &EffectiveSettings::new(&config, &given, Some(number)), &rows)
-        })
-        .collect();
+    let (rows, routes) = effective(&config, &given);
     if args.json {
         let warnings: Vec<_> = config.warnings.iter().map(Problem::to_string).collect();
         let dump = json!({
@@ -41,25 +35,50 @@ pub(super) fn run(args: &DumpArgs) -> ExitCode {
         });
         return print(&format!("{dump}\n"));
     }
+    print(&text(&rows, &routes))
+}
+
+/// The configuration as a file.
+fn text(rows: &[(&'static Setting, Row)], routes: &[RouteRows]) -> String {
     let mut text = format!(
         "# The effective configuration of oncegate {}, each value with its source. Relative paths are relative to the directory of \
          that source.\n",
         env!("CARGO_PKG_VERSION")
     );
     let mut heading = "";
-    for (setting, row) in &rows {
+    for (setting, row) in rows {
         if heading != setting.heading {
             heading = setting.heading;
             let _infallible = writeln!(text, "\n# ==== {heading}");
         }
         line(setting, row, &mut text);
     }
-    for route in &routes {
+    for route in routes {
         text.push_str("\n[[route]]\n");
         let _infallible = writeln!(text, "path = {}", toml_text(&route.path));
         route.rows.iter().for_each(|(setting, row)| line(setting, row, &mut text));
     }
-    print(&text)
+    text
+}
+
+/// The configuration of these flags as a file.
+#[cfg(test)]
+pub(super) fn text_of(args: &crate::config::ProxyArgs) -> String {
+    let Draft { config, problems, given, .. } = Draft::read(args, []);
+    let config = config.unwrap_or_else(|| panic!("{problems:?}"));
+    let (rows, routes) = effective(&config, &given);
+    text(&rows, &routes)
+}
+
+/// The values outside of routes, and those of each route that differ from them.
+fn effective(config: &Config, given: &GivenEntries) -> (Vec<(&'static Setting, Row)>, Vec<RouteRows>) {
+    let effective = EffectiveSettings::new(config, given, None);
+    let rows: Vec<_> = SETTINGS.iter().map(|setting| (setting, effective.row(setting))).collect();
+    let routes = (0..config.routes.len()).map(|number| {
+        RouteRows::of(config, number, &EffectiveSettings::new(config, given, Some(number)), &rows)
+    });
+    let routes = routes.collect();
+    (rows, routes)
 }
 
 /// The settings of a route that differ from those outside of routes.
@@ -95,10 +114,7 @@ fn shown(setting: &Setting, raw: &Raw) -> (Raw, bool) {
     if setting.settable_in == SettableIn::Secret {
         return (Raw::Text("…".to_owned()), true);
     }
-    let safe = match raw {
-        Raw::Text(text) => Raw::Text(without_secrets(setting, text)),
-        Raw::List(texts) => Raw::List(texts.iter().map(|text| without_secrets(setting, text)).collect()),
-    };
+    let safe = shown_value(setting, raw);
     let is_redacted = safe != *raw;
     (safe, is_redacted)
 }

@@ -7,6 +7,9 @@ use super::toml_value;
 /// The longest line of a comment.
 const WIDTH: usize = 100;
 
+/// The sentence about several values in the help of a flag, and in a file.
+const SEVERAL: (&str, &str) = ("Give it several times or with commas.", "Write several as a list.");
+
 const INTRODUCTION: &str = "\
 # Configuration of the Oncegate sidecar.
 #
@@ -52,17 +55,38 @@ pub(super) fn text() -> String {
     text
 }
 
-/// The help of a setting, its default, and the places where it may be given.
+/// The help of a setting, its default, and the places where it may be given, in the words of a file.
 pub(super) fn description(setting: &Setting) -> String {
-    let help = setting.help.split_whitespace().collect::<Vec<_>>().join(" ");
+    let help = in_file(setting, &setting.help.split_whitespace().collect::<Vec<_>>().join(" "));
     let default = match setting.default {
-        Fallback::Value(text) => format!(" Default: {text}."),
-        Fallback::Profile(text) => format!(" Default: by profile, {text} in ietf."),
+        Fallback::Value(text) => format!(" Default: {}.", value_in_file(setting, text)),
+        Fallback::Profile(text) => {
+            format!(" Default: by profile, {} in ietf.", value_in_file(setting, text))
+        }
         Fallback::Nothing("") => String::new(),
         Fallback::Nothing(words) => format!(" Default: {words}."),
     };
     let place = if setting.settable_in == SettableIn::Route { " [route]" } else { "" };
     format!("{help}{default}{place}")
+}
+
+/// A value as it is written in a file: several values are a list there.
+fn value_in_file(setting: &Setting, text: &str) -> String {
+    match setting.shape {
+        Shape::Many if text.contains(',') => toml_value(setting, &Raw::Text(text.to_owned())),
+        _ => text.to_owned(),
+    }
+}
+
+/// The help of a flag without what holds for flags only.
+fn in_file(setting: &Setting, help: &str) -> String {
+    let help = help.replace(SEVERAL.0, SEVERAL.1);
+    // Every second part is between backticks.
+    let parts = help.split('`').enumerate().map(|(number, part)| match number % 2 {
+        1 => value_in_file(setting, part),
+        _ => part.to_owned(),
+    });
+    parts.collect::<Vec<_>>().join("`")
 }
 
 fn comment(words: &str, text: &mut String) {

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand};
 use serde_json::Value;
 
-use crate::config::{ProxyArgs, Raw, Setting, Shape};
+use crate::config::{Accepted, ProxyArgs, Raw, Setting, Shape};
 
 /// Prints, writes and describes configurations.
 #[derive(Args, Debug)]
@@ -96,27 +96,20 @@ fn print(text: &str) -> ExitCode {
     }
 }
 
-/// Returns true for settings that are whole numbers.
-fn is_number(setting: &Setting) -> bool {
-    setting.shape == Shape::One && setting.value == "N"
-}
-
-/// Returns true for settings that are numbers with a fraction.
-fn is_ratio(setting: &Setting) -> bool {
-    setting.shape == Shape::One && setting.value == "RATIO"
-}
-
 /// The value of a setting as JSON, in the type that it has in the file.
 fn json_value(setting: &Setting, raw: &Raw) -> Value {
+    let accepted = (setting.accepted)();
+    let is_ratio = matches!(accepted, Accepted::Ratio);
+    let is_number = matches!(accepted, Accepted::Number(..));
     let one = |text: &str| match text.parse::<i64>() {
-        Ok(number) if is_number(setting) || is_ratio(setting) => number.into(),
-        _ if is_ratio(setting) => text.parse::<f64>().map_or_else(|_| Value::from(text), Value::from),
+        Ok(number) if is_number || is_ratio => number.into(),
+        _ if is_ratio => text.parse::<f64>().map_or_else(|_| Value::from(text), Value::from),
         _ => Value::from(text),
     };
     match (setting.shape, raw) {
         (Shape::Switch, Raw::Text(text)) => text.parse::<bool>().map_or_else(|_| one(text), Value::from),
-        (Shape::Many, Raw::Text(text)) => text.split(',').map(|part| Value::from(part.trim())).collect(),
-        (_, Raw::List(texts)) => texts.iter().map(|text| Value::from(text.as_str())).collect(),
+        (Shape::Many, Raw::Text(text)) => text.split(',').map(|part| one(part.trim())).collect(),
+        (_, Raw::List(texts)) => texts.iter().map(|text| one(text)).collect(),
         (Shape::One, Raw::Text(text)) => one(text),
     }
 }

@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{init, is_number, is_ratio, json_value};
-use crate::config::{Fallback, Raw, SETTINGS, SettableIn, Setting, Shape};
+use super::{init, json_value};
+use crate::config::{Accepted, Fallback, Raw, SETTINGS, SettableIn, Setting, Shape, text_of_number};
 
 /// The schema, in draft-07, which editors of TOML know.
 pub(super) fn schema() -> Value {
@@ -53,20 +53,15 @@ fn properties(is_wanted: impl Fn(&Setting) -> bool) -> Map<String, Value> {
 }
 
 fn property(setting: &Setting) -> Value {
+    let value = value_of(&(setting.accepted)());
     let mut property = match setting.shape {
         Shape::Switch => json!({"type": "boolean"}),
-        Shape::Many if setting.is_command() => {
-            json!({"type": "array", "items": {"type": "string"}})
+        Shape::Many if setting.is_command() => json!({"type": "array", "items": value}),
+        Shape::Many => {
+            let value = or_number(value);
+            json!({"anyOf": [{"type": "array", "items": value}, value]})
         }
-        Shape::Many => json!({
-            "anyOf": [{"type": "array", "items": {"type": ["string", "integer"]}}, {"type": ["string", "integer"]}],
-        }),
-        Shape::One => match words(setting) {
-            Some(words) => json!({"enum": words}),
-            None if is_number(setting) || setting.value == "SIZE" => json!({"type": ["integer", "string"]}),
-            None if is_ratio(setting) => json!({"type": ["number", "string"], "minimum": 0, "maximum": 1}),
-            None => json!({"type": "string"}),
-        },
+        Shape::One => value,
     };
     if let Value::Object(members) = &mut property {
         let variable = setting.variable();
@@ -79,10 +74,49 @@ fn property(setting: &Setting) -> Value {
     property
 }
 
-/// The words of a setting that accepts no others, as its placeholder names them.
-fn words(setting: &Setting) -> Option<Vec<&'static str>> {
-    let words: Vec<_> = setting.value.split('|').collect();
-    let is_word =
-        |word: &&str| word.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
-    (words.len() > 1 && words.iter().all(|word| !word.is_empty() && is_word(word))).then_some(words)
+/// The schema of a value in a list, where a number stands for its digits: a text may be of digits only.
+fn or_number(mut value: Value) -> Value {
+    let is_text = |value: &Value| value["type"] == "string";
+    if let Some(Value::Array(forms)) = value.get_mut("anyOf") {
+        forms
+            .iter_mut()
+            .filter(|form| is_text(form))
+            .for_each(|form| form["type"] = json!(["string", "integer"]));
+    } else if is_text(&value) {
+        value["type"] = json!(["string", "integer"]);
+    }
+    value
+}
+
+/// The schema of one value.
+fn value_of(accepted: &Accepted) -> Value {
+    match accepted {
+        Accepted::Text => json!({"type": "string"}),
+        Accepted::Words(words, None) => json!({"enum": words}),
+        Accepted::Words(words, Some(pattern)) if words.is_empty() => {
+            json!({"type": "string", "pattern": pattern})
+        }
+        Accepted::Words(words, Some(pattern)) => {
+            json!({"anyOf": [{"enum": words}, {"type": "string", "pattern": pattern}]})
+        }
+        Accepted::Ratio => json!({
+            "type": ["number", "string"], "minimum": 0, "maximum": 1,
+            "pattern": r"^\+?(?:0*1(?:\.0*)?|0+(?:\.[0-9]*)?|0*\.[0-9]+|[0-9.]+[eE][+-]?[0-9]+)$",
+        }),
+        // A bound applies to numbers only, and a pattern to texts only.
+        Accepted::Number(min, max, words) => {
+            let mut value = json!({
+                "type": ["integer", "string"], "minimum": min, "pattern": text_of_number(*min, *max, words),
+            });
+            if let (Some(max), Value::Object(members)) = (max, &mut value) {
+                members.insert("maximum".to_owned(), (*max).into());
+            }
+            value
+        }
+        // Zero needs no unit, and no quotes.
+        Accepted::Quantity(quantity) if quantity.has_zero() => {
+            json!({"type": ["string", "integer"], "minimum": 0, "maximum": 0, "pattern": quantity.pattern()})
+        }
+        Accepted::Quantity(quantity) => json!({"type": "string", "pattern": quantity.pattern()}),
+    }
 }

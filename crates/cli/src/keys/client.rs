@@ -11,7 +11,6 @@ use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::Incoming;
 use hyper_rustls::HttpsConnectorBuilder;
 use hyper_util::client::legacy;
-use hyper_util::client::legacy::connect::{Connect, HttpConnector};
 use hyper_util::rt::TokioExecutor;
 use oncegate_core::ErrorChain;
 use serde_json::Value;
@@ -20,6 +19,7 @@ use tokio::sync::OnceCell;
 use super::Failure;
 use crate::admin::ADMIN_FIELD;
 use crate::config::shown_url;
+use crate::proxy::interim::{self, BoundedConnector};
 use crate::proxy::trusting_system;
 
 /// Limits the time of one response of the sidecar.
@@ -217,24 +217,13 @@ impl Client {
     }
 
     async fn send_any(&self, request: Request<Full<Bytes>>) -> Result<http::Response<Incoming>, Failure> {
-        if self.scheme == Scheme::HTTP {
-            return self.send(HttpConnector::new(), request).await;
-        }
-        let tls = trusting_system(true).map_err(|error| self.unreachable(&error))?;
-        let connector = HttpsConnectorBuilder::new().with_tls_config(tls);
-        self.send(connector.https_only().enable_http1().build(), request).await
-    }
-
-    async fn send<C>(
-        &self,
-        connector: C,
-        request: Request<Full<Bytes>>,
-    ) -> Result<http::Response<Incoming>, Failure>
-    where
-        C: Connect + Clone + Send + Sync + 'static,
-    {
-        let client = legacy::Client::builder(TokioExecutor::new()).build(connector);
-        client.request(request).await.map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))
+        let is_https = self.scheme == Scheme::HTTPS;
+        let tls = trusting_system(is_https).map_err(|error| self.unreachable(&error))?;
+        let connector =
+            HttpsConnectorBuilder::new().with_tls_config(tls).https_or_http().enable_http1().build();
+        let client = legacy::Client::builder(TokioExecutor::new()).build(BoundedConnector(connector));
+        let sent = interim::send(&client, request).await;
+        sent.map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))
     }
 
     async fn collected(&self, body: Incoming) -> Result<Bytes, Failure> {
@@ -315,9 +304,11 @@ fn member_of(path: &str) -> &'static str {
         "/v1/clock/accept" => "ahead_seconds",
         "/v1/seal" => "keys",
         "/v1/seal/usage" => "sealed",
+        "/v1/seal/messages" => "dead_letters",
         "/v1/seal/reseal" => "resealed",
         "/v1/keys/forget" => "forgotten",
         "/v1/compact" => "compacted",
+        "/v1/id-secret" | "/v1/id-secret/restore" => "mark",
         "/v1/dead-letters" => "dead_letters",
         "/v1/outbox" => "messages",
         "/v1/summary" => "version",

@@ -1,14 +1,24 @@
 //! `oncegate reseal` and `oncegate forget`: walks through the store of a running sidecar that change the content of records.
+//! `reseal` also walks through the directory of an embedded store that no process has open.
 
+use std::fs;
 use std::io::{self, IsTerminal as _, Write};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use oncegate_core::{ErrorChain, StoreError};
+use oncegate_embedded::{EmbeddedOpenError, EmbeddedOptions, EmbeddedStore, segment_files};
+use oncegate_seal::{Keyring, SealedStore};
+use rustix::process::geteuid;
 use serde_json::{Map, Value, json};
 
 use super::client::Client;
 use super::{Access, AuditArgs, Confirm, Failure, escaped, print};
+use crate::admin::reseal_opened;
+use crate::config::{parse_seal_keys, seal_keys_in};
 
 /// The least pause between two pages, so that a large store has time for its requests.
 const MIN_PAUSE: Duration = Duration::from_millis(20);
@@ -37,15 +47,22 @@ struct Walk {
     cursor: Option<String>,
 }
 
-/// Seals the records of a running sidecar's store anew, with the key that seals now.
+/// Seals the records of a running sidecar's store anew, with the key that seals now, or those of a directory.
 #[derive(Args, Debug)]
 pub(crate) struct ResealArgs {
     #[command(flatten)]
     access: Access,
+    /// Instead of a running sidecar: the directory of an embedded store that no process has open. Run this as the user that the
+    /// sidecar runs as
+    #[arg(long, value_name = "DIR", conflicts_with = "admin", help_heading = "A directory")]
+    store: Option<PathBuf>,
+    /// With --store: the seal keys, of which the first one seals [env: ONCEGATE_SEAL_KEYS, which has the keys themselves]
+    #[arg(long, value_name = "FILE", requires = "store", help_heading = "A directory")]
+    seal_keys_file: Option<PathBuf>,
     #[command(flatten)]
     walk: Walk,
-    /// Also seals what is in clear. Not for a store whose records other programs read themselves, such as results of `transact`:
-    /// they refuse sealed responses
+    /// Also seals what is in clear. Programs that read records of the store themselves, such as those that use `transact`, need
+    /// the keys before: without them they refuse sealed results
     #[arg(long)]
     seal_clear: bool,
     /// Changes nothing, and prints what would be done
@@ -64,6 +81,105 @@ struct Log {
     compact: bool,
 }
 
+/// The store whose records are sealed anew.
+enum ResealStore {
+    Sidecar(Client),
+    /// A directory that this process has open.
+    Directory {
+        store: Arc<EmbeddedStore>,
+        seal: SealedStore,
+    },
+}
+
+impl ResealArgs {
+    /// Opens the directory, or finds the sidecar.
+    fn open(&self, env: impl Fn(&str) -> Option<String>) -> Result<ResealStore, Failure> {
+        let Some(dir) = &self.store else { return Ok(ResealStore::Sidecar(self.access.client(env)?)) };
+        let keys = self.seal_keys(env)?;
+        // Else an empty store would be made there.
+        if segment_files(dir).map_or(true, |files| files.is_empty()) {
+            return Err(Failure::Refused(format!("{}: there is no store", dir.display())));
+        }
+        let about =
+            fs::metadata(dir).map_err(|error| Failure::Refused(format!("{}: {error}", dir.display())))?;
+        let (owner, own) = (about.uid(), geteuid().as_raw());
+        if owner != own {
+            return Err(Failure::Refused(format!(
+                "{}: belongs to the user {owner}, and this process runs as {own}: the sidecar could not read the files that it \
+                 writes. Run it as that user, or start the sidecar and leave out --store",
+                dir.display()
+            )));
+        }
+        let opened = EmbeddedStore::open(EmbeddedOptions::new(dir));
+        let store = Arc::new(opened.map_err(|error| {
+            let hint = match error {
+                EmbeddedOpenError::InUse { .. } => ". Ask that process: leave out --store",
+                _ => "",
+            };
+            Failure::Refused(format!("{}{hint}", ErrorChain(&error)))
+        })?);
+        Ok(ResealStore::Directory { seal: SealedStore::new(store.clone(), keys).without_steps(), store })
+    }
+
+    fn seal_keys(&self, env: impl Fn(&str) -> Option<String>) -> Result<Keyring, Failure> {
+        if let Some(file) = &self.seal_keys_file {
+            return seal_keys_in(file)
+                .map_err(|why| Failure::Usage(format!("--seal-keys-file {}: {why}", file.display())));
+        }
+        let Some(text) = env("ONCEGATE_SEAL_KEYS").filter(|text| !text.is_empty()) else {
+            return Err(Failure::Usage(
+                "--store needs the seal keys: give --seal-keys-file FILE, or ONCEGATE_SEAL_KEYS".to_owned(),
+            ));
+        };
+        parse_seal_keys(&text.replace(',', "\n"))
+            .map_err(|why| Failure::Usage(format!("ONCEGATE_SEAL_KEYS: {why}")))
+    }
+}
+
+impl ResealStore {
+    /// Seals the records of one page anew.
+    async fn reseal(&self, request: &Value) -> Result<Value, Failure> {
+        match self {
+            Self::Sidecar(client) => client.post("/v1/seal/reseal", request).await,
+            Self::Directory { seal, .. } => {
+                reseal_opened(seal, request.clone()).await.map_err(Failure::Refused)
+            }
+        }
+    }
+
+    /// Removes older versions from the log, if that is asked for, and waits until they are gone.
+    async fn compact(&self, log: &Log) -> Result<bool, Failure> {
+        let store = match self {
+            Self::Sidecar(client) => return log.compact(client).await,
+            Self::Directory { store, .. } => store,
+        };
+        if !log.compact {
+            return Ok(false);
+        }
+        let failed = |error: StoreError| Failure::Refused(ErrorChain(&error).to_string());
+        let below = store.begin_compaction().await.map_err(failed)?;
+        while !store.is_compacted(below).map_err(failed)? {
+            tokio::time::sleep(COMPACTION_PAUSE).await;
+        }
+        Ok(true)
+    }
+
+    /// The one that lacks a key.
+    const fn holder(&self) -> &'static str {
+        match self {
+            Self::Sidecar(_) => "the sidecar does not have",
+            Self::Directory { .. } => "was not given",
+        }
+    }
+
+    /// Writes what was changed, and gives the directory back.
+    fn close(&self) {
+        if let Self::Directory { store, .. } = self {
+            store.close();
+        }
+    }
+}
+
 impl Log {
     /// Checks that the sidecar has a log, before anything is changed.
     async fn check(&self, client: &Client) -> Result<(), Failure> {
@@ -78,12 +194,18 @@ impl Log {
         if !self.compact {
             return Ok(false);
         }
-        let mut state = client.post("/v1/compact", &json!({})).await?;
-        while state["compacted"] != true {
-            tokio::time::sleep(COMPACTION_PAUSE).await;
-            state = client.post("/v1/compact", &json!({ "below": state["below"] })).await?;
+        loop {
+            let begun = client.post("/v1/compact", &json!({})).await?;
+            let mut state = begun.clone();
+            while state["compacted"] != true {
+                tokio::time::sleep(COMPACTION_PAUSE).await;
+                state = client.post("/v1/compact", &json!({ "below": begun["below"] })).await?;
+            }
+            // One that ran already may have passed the versions that are older since now.
+            if begun["begun"] != false {
+                return Ok(true);
+            }
         }
-        Ok(true)
     }
 }
 
@@ -99,7 +221,8 @@ pub(crate) struct ForgetArgs {
     #[arg(long, value_name = "TAG")]
     caller: Option<String>,
     /// The caller, by the header fields that tell callers apart, such as "Authorization: Bearer …": reads them from this
-    /// file, one per line; - is the standard input. Only the tag that they make is sent
+    /// file, one per line; - is the standard input. Each cookie is a line of its own, such as "Cookie: sid=…". The sidecar makes
+    /// the tag of them
     #[arg(long, value_name = "FILE")]
     caller_fields: Option<PathBuf>,
     /// One record only, as a listing or the log shows it, or a unique beginning of it
@@ -162,8 +285,7 @@ impl Walk {
     /// Sends a request for each page of the store, and adds up the responses. `changed` names the counts that took a write.
     async fn run(
         &self,
-        client: &Client,
-        path: &str,
+        ask: impl AsyncFn(&Value) -> Result<Value, Failure>,
         request: &Value,
         changed: &[&str],
     ) -> Result<Sums, Failure> {
@@ -176,8 +298,7 @@ impl Walk {
             body["cursor"] = cursor.clone().into();
             body["limit"] = MAX_PAGE.min(self.rate).into();
             let before: u64 = changed.iter().map(|name| sums.count(name)).sum();
-            let page =
-                client.post(path, &body).await.map_err(|failure| interrupted(failure, cursor.as_deref()))?;
+            let page = ask(&body).await.map_err(|failure| interrupted(failure, cursor.as_deref()))?;
             sums.add(&page);
             cursor = page["next"].as_str().map(str::to_owned);
             let done: u64 = changed.iter().map(|name| sums.count(name)).sum();
@@ -219,21 +340,32 @@ pub(super) async fn reseal(
     out: &mut impl Write,
 ) -> Result<(), Failure> {
     args.walk.check()?;
-    let client = args.access.client(env)?;
-    args.log.check(&client).await?;
+    let store = args.open(env)?;
+    if let ResealStore::Sidecar(client) = &store {
+        args.log.check(client).await?;
+    }
     let request = json!({ "seal_clear": args.seal_clear, "dry_run": args.dry_run });
-    let mut sums = args.walk.run(&client, "/v1/seal/reseal", &request, &["resealed", "clear_sealed"]).await?;
-    let is_compacted = args.log.compact(&client).await?;
-    sums.0.insert("compacted".to_owned(), is_compacted.into());
+    let ask = async |body: &Value| store.reseal(body).await;
+    let sums = args.walk.run(ask, &request, &["resealed", "clear_sealed"]).await;
+    let sums = match sums {
+        Ok(mut sums) => store.compact(&args.log).await.map(|is_compacted| {
+            sums.0.insert("compacted".to_owned(), is_compacted.into());
+            sums
+        }),
+        failed => failed,
+    };
+    store.close();
+    let (sums, holder) = (sums?, store.holder());
     if args.access.json {
         writeln!(out, "{}", Value::Object(sums.0.clone()))?;
     } else {
-        print_reseal(&sums, args.dry_run, out)?;
+        print_reseal(&sums, args.dry_run, holder, out)?;
     }
+    let missing = format!("are sealed with keys that {holder}");
     let left: Vec<_> = [
         ("changed", "changed meanwhile"),
         ("locked", "are held by a transaction"),
-        ("key_missing", "are sealed with keys that the sidecar does not have"),
+        ("key_missing", missing.as_str()),
         ("broken", "have a broken seal"),
         ("too_large", "are too large in their new form"),
         ("unreadable", "cannot be read"),
@@ -251,7 +383,7 @@ pub(super) async fn reseal(
     )))
 }
 
-fn print_reseal(sums: &Sums, is_dry_run: bool, out: &mut impl Write) -> Result<(), Failure> {
+fn print_reseal(sums: &Sums, is_dry_run: bool, holder: &str, out: &mut impl Write) -> Result<(), Failure> {
     let key = sums.0.get("seals_with").and_then(Value::as_str).unwrap_or_default();
     let (done, sealed) = match is_dry_run {
         true => ("would be sealed anew", "in clear, would be sealed"),
@@ -277,10 +409,7 @@ fn print_reseal(sums: &Sums, is_dry_run: bool, out: &mut impl Write) -> Result<(
         }
     }
     for (key, count) in sums.0.get("key_missing").and_then(Value::as_object).into_iter().flatten() {
-        writeln!(
-            out,
-            "{count:>10}  sealed with the key {key}, which the sidecar does not have: add it, and run this again"
-        )?;
+        writeln!(out, "{count:>10}  sealed with the key {key}, which {holder}: add it, and run this again")?;
     }
     if !is_dry_run {
         let in_store = in_store(sums);
@@ -320,10 +449,10 @@ pub(super) async fn forget(
     let mut request = Value::Object(args.why.json(&env));
     request["caller"] = caller.clone().into();
     request["dry_run"] = true.into();
-    let path = "/v1/keys/forget";
+    let ask = async |body: &Value| client.post("/v1/keys/forget", body).await;
     let asks = confirm.filter(|_| !args.why.yes);
     if args.dry_run || asks.is_some() {
-        let sums = args.walk.run(&client, path, &request, &[]).await?;
+        let sums = args.walk.run(&ask, &request, &[]).await?;
         let Some(confirm) = asks.filter(|_| !args.dry_run) else {
             return args.report(&caller, &sums, true, out);
         };
@@ -336,7 +465,7 @@ pub(super) async fn forget(
         }
     }
     request["dry_run"] = false.into();
-    let mut sums = args.walk.run(&client, path, &request, &["forgotten"]).await?;
+    let mut sums = args.walk.run(&ask, &request, &["forgotten"]).await?;
     let is_compacted = args.log.compact(&client).await?;
     sums.0.insert("compacted".to_owned(), is_compacted.into());
     args.report(&caller, &sums, false, out)
@@ -356,8 +485,10 @@ async fn forget_one(
         ));
     }
     let question = "remove its response and its steps, which cannot be undone; its key stays protected";
-    let record = super::confirmed(client, record, confirm, args.why.yes, question).await?;
-    let path = format!("/v1/keys/{}/forget", escaped(&record));
+    let given = [record.to_owned()];
+    let records = super::confirmed(client, &given, confirm, args.why.yes, question).await?;
+    let record = records.first().map_or(record, String::as_str);
+    let path = format!("/v1/keys/{}/forget", escaped(record));
     let mut view = client.post(&path, &args.why.json(&env).into()).await?;
     let is_compacted = args.log.compact(client).await?;
     view["compacted"] = is_compacted.into();

@@ -7,16 +7,19 @@ pub(crate) mod client;
 mod clock;
 mod content;
 mod health;
+mod id_secret;
 pub(crate) mod print;
 mod seals;
 #[cfg(test)]
 mod tests;
 
-use std::fs;
+use std::collections::BTreeSet;
+use std::fmt;
 use std::io::{self, BufRead as _, IsTerminal as _, Read as _, StdoutLock, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -29,8 +32,10 @@ use self::client::Client;
 pub(crate) use self::clock::ClockArgs;
 pub(crate) use self::content::{ForgetArgs, ResealArgs};
 pub(crate) use self::health::HealthArgs;
+pub(crate) use self::id_secret::RestoreArgs;
 pub(crate) use self::seals::SealUsageArgs;
 use crate::admin::searched_key;
+use crate::files;
 
 /// The admin address of a sidecar that is given none.
 const DEFAULT_ADMIN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9090);
@@ -67,11 +72,11 @@ enum KeysCommand {
     Show(Show),
     /// Finds one record by key, method, path and caller; or all records of a key, by the key alone
     Find(Find),
-    /// Sets the outcome of an operation whose outcome is unknown; with --amend, replaces the outcome that an operator set
+    /// Sets the outcome of operations whose outcome is unknown; with --amend, replaces the outcome that an operator set
     Resolve(Resolve),
-    /// Makes the outcome unknown again: withdraws the outcome that an operator set, or blocks a released key
+    /// Makes outcomes unknown again: withdraws the outcome that an operator set, or blocks a released key
     Park(Park),
-    /// Frees a key: the next request with it executes
+    /// Frees keys: the next request with each executes
     Release(Release),
     /// Lists the changes that operators made, with their reasons, newest first
     Audit(Audit),
@@ -108,10 +113,23 @@ struct Ls {
     /// The newest first, with totals; or in the order of the store, page by page
     #[arg(long, value_name = "ORDER", value_enum, default_value_t = ListOrder::Newest)]
     order: ListOrder,
-    /// Continues a listing with --order record, from the cursor that it printed
+    /// Continues a listing with --order record or --unreadable, from the cursor that it printed
     #[arg(long, value_name = "CURSOR")]
     cursor: Option<String>,
+    /// Only the identifiers of records that cannot be read. Reads the whole store with its responses, a page at a time; --limit
+    /// is the number of them after which it stops
+    #[arg(long, conflicts_with_all = ["state", "caller", "key", "operation", "min_age", "since", "until", "order"])]
+    unreadable: bool,
+    /// The number of records after which --unreadable stops, and prints a cursor [default: 1000000]
+    #[arg(long, value_name = "N", requires = "unreadable")]
+    max_read: Option<u64>,
 }
+
+/// The records after which a search for those that cannot be read stops.
+const MAX_READ: u64 = 1_000_000;
+
+/// The interval of the reports of a search that takes long.
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The order of a listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -172,8 +190,9 @@ struct Request {
 #[derive(Args, Debug)]
 #[command(group = clap::ArgGroup::new("outcome").required(true).args(["status", "released", "tombstone"]))]
 struct Resolve {
-    /// The record, as a listing or the log shows it, or a unique beginning of it
-    record: String,
+    /// The records, as a listing or the log shows them, or a unique beginning of each. All get the same outcome
+    #[arg(required = true, value_name = "RECORD")]
+    records: Vec<String>,
     /// It took place: retries get a response with this status
     #[arg(long, value_name = "STATUS")]
     status: Option<u16>,
@@ -199,17 +218,19 @@ struct Resolve {
 
 #[derive(Args, Debug)]
 struct Park {
-    /// The record, as a listing or the log shows it, or a unique beginning of it. An operator resolved or released it, or its
-    /// service released it, and no request with the key has come since
-    record: String,
+    /// The records, as a listing or the log shows them, or a unique beginning of each. An operator resolved or released each, or
+    /// its service released it, and no request with the key has come since
+    #[arg(required = true, value_name = "RECORD")]
+    records: Vec<String>,
     #[command(flatten)]
     why: AuditArgs,
 }
 
 #[derive(Args, Debug)]
 struct Release {
-    /// The record, as a listing or the log shows it, or a unique beginning of it
-    record: String,
+    /// The records, as a listing or the log shows them, or a unique beginning of each
+    #[arg(required = true, value_name = "RECORD")]
+    records: Vec<String>,
     /// Also if its owner may be alive. Its effect may then happen in addition to that of the next request
     #[arg(long)]
     force: bool,
@@ -257,6 +278,15 @@ pub(crate) enum Failure {
     Output(io::Error),
 }
 
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(words) | Self::Usage(words) | Self::Unreachable(words) => f.write_str(words),
+            Self::Output(error) => error.fmt(f),
+        }
+    }
+}
+
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         Self::Output(error)
@@ -277,6 +307,11 @@ pub(crate) fn confirmation() -> Option<Confirm<'static>> {
 /// Runs the command about the clock. The exit code reports how it ended.
 pub(crate) fn run_clock(args: &ClockArgs) -> ExitCode {
     ask(async |out: &mut StdoutLock<'_>| clock::execute(args, env, confirmation(), out).await)
+}
+
+/// Runs the command that puts a mark back. The exit code reports how it ended.
+pub(crate) fn run_restore(args: &RestoreArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| id_secret::restore(args, env, confirmation(), out).await)
 }
 
 /// Runs the command about the health of a sidecar. The exit code reports it: 1 also if the sidecar cannot be reached, because
@@ -358,26 +393,25 @@ async fn execute(
         KeysCommand::Resolve(resolve) => {
             let request = resolve.json(&env)?;
             let question = resolve.question();
-            let record = confirmed(&client, &resolve.record, confirm, resolve.why.yes, &question).await?;
-            let view = client.post(&format!("/v1/keys/{}/resolve", escaped(&record)), &request).await?;
-            print::resolved(&view, as_json, out)
+            let records = confirmed(&client, &resolve.records, confirm, resolve.why.yes, &question).await?;
+            let change = Change { action: "resolve", request };
+            change.run(&client, &records, as_json, out).await
         }
         KeysCommand::Park(park) => {
             let request = park.why.json(&env);
             let question = "make the outcome unknown again, so that retries are refused and nothing executes until it is resolved; \
                             clients may have got its present response";
-            let record = confirmed(&client, &park.record, confirm, park.why.yes, question).await?;
-            let view = client.post(&format!("/v1/keys/{}/park", escaped(&record)), &request.into()).await?;
-            print::resolved(&view, as_json, out)
+            let records = confirmed(&client, &park.records, confirm, park.why.yes, question).await?;
+            let change = Change { action: "park", request: request.into() };
+            change.run(&client, &records, as_json, out).await
         }
         KeysCommand::Release(release) => {
             let mut request = release.why.json(&env);
             request.insert("force".to_owned(), release.force.into());
             let question = "free the key, so that the next request with it executes";
-            let record = confirmed(&client, &release.record, confirm, release.why.yes, question).await?;
-            let path = format!("/v1/keys/{}/release", escaped(&record));
-            let view = client.post(&path, &request.into()).await?;
-            print::resolved(&view, as_json, out)
+            let records = confirmed(&client, &release.records, confirm, release.why.yes, question).await?;
+            let change = Change { action: "release", request: request.into() };
+            change.run(&client, &records, as_json, out).await
         }
         KeysCommand::Audit(audit) => {
             let before = audit.before.map_or_else(String::new, |number| format!("&before={number}"));
@@ -387,21 +421,92 @@ async fn execute(
     }
 }
 
-/// The record to change. On a terminal it is shown first, and nothing is changed without a confirmation.
+/// A change of records, the same for each.
+struct Change {
+    /// The last part of the path in the admin API.
+    action: &'static str,
+    request: Value,
+}
+
+impl Change {
+    /// Changes one record after the other. One that is refused does not keep the others from their change.
+    async fn run(
+        &self,
+        client: &Client,
+        records: &[String],
+        as_json: bool,
+        out: &mut impl Write,
+    ) -> Result<(), Failure> {
+        let mut failed = 0;
+        for (at, record) in records.iter().enumerate() {
+            let path = format!("/v1/keys/{}/{}", escaped(record), self.action);
+            let failure = match client.post(&path, &self.request).await {
+                Ok(view) => {
+                    print::resolved(&view, as_json, out)?;
+                    continue;
+                }
+                Err(failure) => failure,
+            };
+            print::not_changed(record, &failure, as_json, out)?;
+            // The others would fail in the same way.
+            let is_last = matches!(failure, Failure::Unreachable(_) | Failure::Output(_));
+            if is_last {
+                for left in records.iter().skip(at + 1) {
+                    let why = Failure::Unreachable("not tried, after an earlier record failed".to_owned());
+                    print::not_changed(left, &why, as_json, out)?;
+                }
+            }
+            if records.len() == 1 {
+                return Err(failure);
+            }
+            if is_last {
+                complain!("{} of {} records were not changed", failed + records.len() - at, records.len());
+                return Err(failure);
+            }
+            complain!("error: {record}: {failure}");
+            failed += 1;
+        }
+        if records.len() > 1 && !as_json {
+            writeln!(out, "{} of {} records were changed", records.len() - failed, records.len())?;
+        }
+        match failed {
+            0 => Ok(()),
+            _ => Err(Failure::Refused(format!("{failed} of {} records were not changed", records.len()))),
+        }
+    }
+}
+
+/// The records to change, each once. On a terminal they are shown first, and nothing is changed without a confirmation.
 async fn confirmed(
     client: &Client,
-    record: &str,
+    given: &[String],
     confirm: Option<Confirm<'_>>,
     is_sure: bool,
     what: &str,
-) -> Result<String, Failure> {
-    let Some(confirm) = confirm.filter(|_| !is_sure) else { return Ok(record.to_owned()) };
-    let view = client.get(&format!("/v1/keys/{}", escaped(record))).await?;
-    if confirm(&format!("{}\n{what}? [y/N] ", print::summary(&view)))? {
-        // By its full identifier: another record may have the same beginning by now.
-        Ok(view["record"].as_str().unwrap_or(record).to_owned())
-    } else {
-        Err(Failure::Refused("not confirmed; nothing was changed".to_owned()))
+) -> Result<Vec<String>, Failure> {
+    let confirm = confirm.filter(|_| !is_sure);
+    let mut records: Vec<String> = Vec::new();
+    let mut text = String::new();
+    for record in given {
+        let mut record = record.clone();
+        if confirm.is_some() {
+            let view = client.get(&format!("/v1/keys/{}", escaped(&record))).await?;
+            text.push_str(&print::summary(&view));
+            text.push('\n');
+            // By its full identifier: another record may have the same beginning by the time of the change.
+            if let Some(id) = view["record"].as_str() {
+                record = id.to_owned();
+            }
+        }
+        if !records.contains(&record) {
+            records.push(record);
+        }
+    }
+    match confirm {
+        Some(confirm) if !confirm(&format!("{text}{what}? [y/N] "))? => {
+            Err(Failure::Refused("not confirmed; nothing was changed".to_owned()))
+        }
+        _ => Ok(records),
     }
 }
 
@@ -455,7 +560,7 @@ impl Access {
         let admin = self.admin.clone().or_else(|| env("ONCEGATE_ADMIN"));
         let admin = admin.unwrap_or_else(|| format!("http://{DEFAULT_ADMIN}"));
         let read = |name: &str, file: &Path| {
-            fs::read_to_string(file)
+            files::read_text(file, files::MAX_SECRET)
                 .map_err(|error| Failure::Usage(format!("{name}: {}: {error}", file.display())))
         };
         // The variables of the sidecar, with their meaning there.
@@ -480,6 +585,9 @@ impl Ls {
         if !(1..=1000).contains(&self.limit) {
             return Err(Failure::Usage(format!("--limit {}: from 1 to 1000 is allowed", self.limit)));
         }
+        if self.unreadable {
+            return self.name_unreadable(client, as_json, out).await;
+        }
         let tag = match &self.key {
             Some(key) => Some(key_tag(client, key).await?),
             None => None,
@@ -500,6 +608,60 @@ impl Ls {
         }
         let page = walk(client, &filters, limit, self.cursor.clone()).await?;
         print::page(&page, as_json, out)
+    }
+
+    /// Names the records that cannot be read as they are found.
+    async fn name_unreadable(
+        &self,
+        client: &Client,
+        as_json: bool,
+        out: &mut impl Write,
+    ) -> Result<(), Failure> {
+        let (limit, max_read) = (self.limit as usize, self.max_read.unwrap_or(MAX_READ));
+        let mut named = BTreeSet::new();
+        let mut name = |page: &Value| {
+            for id in print::list(page, "unreadable") {
+                let id = print::text(id);
+                if named.insert(id.clone()) && !as_json {
+                    writeln!(out, "cannot be read: {id}")?;
+                }
+            }
+            out.flush().map(|()| named.len())
+        };
+        let (mut read, mut cursor, mut is_complete) = (0, self.cursor.clone(), false);
+        // On Redis, the survey behind this list names most of them without their responses.
+        let mut found =
+            if cursor.is_none() { name(&client.get("/v1/keys?limit=1&order=newest").await?)? } else { 0 };
+        let mut reported = Instant::now();
+        // One page at least, so that there is a cursor to go on from.
+        let mut is_first = true;
+        while !is_complete && (is_first || found < limit && read < max_read) {
+            is_first = false;
+            let page = match client.get(&listing_path(&[], MAX_FOUND, cursor.as_deref())).await {
+                Ok(page) => page,
+                Err(failure) => {
+                    let page = json!({"records": [], "unreadable": named, "read": read, "complete": false, "next": cursor});
+                    // A cursor that was given is no place at which this search stopped.
+                    if read > 0 || as_json {
+                        print::unreadable(&page, as_json, out)?;
+                    }
+                    return Err(failure);
+                }
+            };
+            let of_page = print::list(&page, "records").len() + print::list(&page, "unreadable").len();
+            read += of_page as u64;
+            found = name(&page)?;
+            cursor = page["next"].as_str().map(str::to_owned);
+            is_complete = cursor.is_none();
+            if reported.elapsed() >= REPORT_INTERVAL {
+                reported = Instant::now();
+                if let Some(cursor) = &cursor {
+                    complain!("{read} records were read; to go on from here: --unreadable --cursor {cursor}");
+                }
+            }
+        }
+        let page = json!({"records": [], "unreadable": named, "read": read, "complete": is_complete, "next": cursor});
+        print::unreadable(&page, as_json, out)
     }
 }
 
@@ -563,15 +725,37 @@ async fn find_by_key(
         |record: &Value| std::cmp::Reverse(record["changed_at"].as_str().unwrap_or_default().to_owned());
     if let Value::Array(records) = &mut page["records"] {
         records.sort_by_cached_key(newest_first);
-        if records.is_empty() && !as_json {
-            return Err(Failure::Refused(
-                "no record has this key: it was never used, its retention is over, or the program that claimed it gave no tag of \
-                 its key. With --path, --method and the caller, such a record is found, too"
-                    .to_owned(),
-            ));
+        if records.is_empty() {
+            let failure = Failure::Refused(not_found(print::list(&page, "unreadable")));
+            if as_json {
+                print::found(&page, flags, as_json, out)?;
+            }
+            return Err(failure);
         }
     }
     print::found(&page, flags, as_json, out)
+}
+
+/// The reason why no record of a key was found.
+fn not_found(unreadable: &[Value]) -> String {
+    /// The most records that are named.
+    const MAX_NAMED: usize = 20;
+    if unreadable.is_empty() {
+        return "no record has this key: it was never used, its retention is over, or the program that claimed it gave no tag of its \
+                key. With --path, --method and the caller, such a record is found, too"
+            .to_owned();
+    }
+    let names: Vec<_> = unreadable.iter().take(MAX_NAMED).map(print::text).collect();
+    let more = if unreadable.len() > MAX_NAMED { ", …" } else { "" };
+    let those = match unreadable.len() {
+        1 => "a record cannot be read, and it may be that of this key".to_owned(),
+        number => format!("{number} records cannot be read, and one of them may be that of this key"),
+    };
+    format!(
+        "{those}: {}{more}. Such a key is refused, and its operation may have taken effect: see \"A record that cannot be read\" \
+         in docs/reference/admin.md. No other record has this key",
+        names.join(", ")
+    )
 }
 
 impl Request {
@@ -664,7 +848,8 @@ impl Resolve {
             }
             Some(text) => match text.strip_prefix('@') {
                 Some(file) => {
-                    fs::read(file).map_err(|error| Failure::Usage(format!("--body @{file}: {error}")))
+                    let read = files::read(Path::new(file), files::MAX_TEXT);
+                    read.map_err(|error| Failure::Usage(format!("--body @{file}: {error}")))
                 }
                 None => Ok(text.as_bytes().to_vec()),
             },
@@ -686,9 +871,11 @@ impl AuditArgs {
 }
 
 /// The text in the file that this flag names.
-fn read_text(flag: &str, file: &PathBuf) -> Result<String, Failure> {
-    let text =
-        if file.as_os_str() == "-" { io::read_to_string(io::stdin()) } else { fs::read_to_string(file) };
+fn read_text(flag: &str, file: &Path) -> Result<String, Failure> {
+    let text = match file.as_os_str() == "-" {
+        true => io::read_to_string(io::stdin()),
+        false => files::read_text(file, files::MAX_TEXT),
+    };
     text.map_err(|error| Failure::Usage(format!("{flag}: {}: {error}", file.display())))
 }
 

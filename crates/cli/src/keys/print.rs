@@ -4,7 +4,7 @@ use std::io::Write;
 use std::time::Duration;
 
 use oncegate_http::SHADOW_OPERATION;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::Failure;
 use crate::config::rounded_duration_text;
@@ -29,12 +29,35 @@ pub(super) fn page(page: &Value, as_json: bool, out: &mut impl Write) -> Printed
     Ok(())
 }
 
+/// The end of a search for records that cannot be read, which were printed as they were found.
+pub(super) fn unreadable(page: &Value, as_json: bool, out: &mut impl Write) -> Printed {
+    if as_json {
+        return json(page, out);
+    }
+    let named = list(page, "unreadable").len();
+    let read = text(&page["read"]);
+    if page["complete"] == true {
+        writeln!(out, "{read} records were read, to the end of the store: {named} cannot be read")?;
+    } else if let Some(next) = page["next"].as_str() {
+        writeln!(out, "{read} records were read; there may be more: --unreadable --cursor {next}")?;
+    }
+    // Without a place to go on from, the first page has failed, and the error says why.
+    Ok(())
+}
+
 /// The newest records, and the number of all.
 pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Printed {
     if as_json {
         return json(page, out);
     }
     rows(page, out)?;
+    let unreadable = page["unreadable_total"].as_u64().unwrap_or_default();
+    if unreadable > list(page, "unreadable").len() as u64 {
+        writeln!(
+            out,
+            "at least {unreadable} records cannot be read; keys ls --unreadable names more of them"
+        )?;
+    }
     let total = page["total"].as_u64().unwrap_or_default();
     let is_complete = page["complete"].as_bool().unwrap_or_default();
     if total == 0 && is_complete {
@@ -82,7 +105,8 @@ fn rows(page: &Value, out: &mut impl Write) -> Printed {
         ]
     }));
     if records.is_empty() {
-        writeln!(out, "no records")?;
+        let has_others = !list(page, "unreadable").is_empty();
+        writeln!(out, "{}", if has_others { "no records that can be read" } else { "no records" })?;
     } else {
         table(&rows, out)?;
     }
@@ -265,6 +289,11 @@ pub(super) fn resolved(view: &Value, as_json: bool, out: &mut impl Write) -> Pri
     }
     let (record, from, to) = (text(&view["record"]), text(&view["from"]), text(&view["state"]));
     Ok(writeln!(out, "{record}: {} → {}", paint_word(&from), paint_word(&to))?)
+}
+
+/// Prints a record that was not changed, for programs. The words of the failure are on the standard error.
+pub(super) fn not_changed(record: &str, failure: &Failure, as_json: bool, out: &mut impl Write) -> Printed {
+    if as_json { json(&json!({"record": record, "error": failure.to_string()}), out) } else { Ok(()) }
 }
 
 pub(super) fn audit(view: &Value, as_json: bool, out: &mut impl Write) -> Printed {

@@ -1,4 +1,4 @@
-//! `oncegate seal-key usage`: the records of a store, counted by the key that sealed them.
+//! `oncegate seal-key usage`: the records, dead letters and buffered events of a store, counted by the key that sealed them.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -7,22 +7,25 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::{Value, json};
 
+use super::print::printable;
 use super::{Access, Failure, escaped};
 use crate::config::rounded_duration_text;
 
 /// The pause between two pages, so that a large store has time for its requests.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Counts the records of a store by the key that sealed them.
+/// Counts the records of a store by the key that sealed them, and the dead letters and buffered events of its database.
 #[derive(Args, Debug)]
 pub(crate) struct SealUsageArgs {
     #[command(flatten)]
     access: Access,
 }
 
-/// The records of one key.
+/// The records and messages of one key.
 #[derive(Clone, Debug, Default)]
 struct Usage {
+    dead_letters: u64,
+    buffered_events: u64,
     records: u64,
     /// Empty without records.
     last_expires_at: String,
@@ -42,12 +45,31 @@ impl Usage {
 
     fn json(&self) -> Value {
         let end = Some(&self.last_expires_at).filter(|end| !end.is_empty());
-        json!({ "records": self.records, "last_expires_at": end })
+        json!({
+            "records": self.records, "last_expires_at": end, "dead_letters": self.dead_letters,
+            "buffered_events": self.buffered_events,
+        })
+    }
+
+    /// The messages in words; `None` if there are none.
+    fn messages(&self) -> Option<String> {
+        let some =
+            [counted(self.dead_letters, "dead letter"), counted(self.buffered_events, "buffered event")];
+        let some: Vec<_> = some.into_iter().flatten().collect();
+        if some.is_empty() { None } else { Some(some.join(" and ")) }
     }
 
     fn end(&self) -> String {
         let time = rounded_duration_text(Duration::from_secs(self.last_expires_in_seconds));
         format!("{}, in {time}", self.last_expires_at)
+    }
+}
+
+fn counted(count: u64, what: &str) -> Option<String> {
+    match count {
+        0 => None,
+        1 => Some(format!("1 {what}")),
+        count => Some(format!("{count} {what}s")),
     }
 }
 
@@ -76,6 +98,24 @@ pub(super) async fn execute(
         }
         tokio::time::sleep(PAUSE).await;
     }
+    let not_counted = match client.get("/v1/seal/messages").await {
+        Ok(messages) => {
+            for (key, count) in messages["dead_letters"]["sealed"].as_object().into_iter().flatten() {
+                by_key.entry(key.clone()).or_default().dead_letters =
+                    count["count"].as_u64().unwrap_or_default();
+            }
+            for (key, count) in messages["buffered_events"]["sealed"].as_object().into_iter().flatten() {
+                by_key.entry(key.clone()).or_default().buffered_events =
+                    count["count"].as_u64().unwrap_or_default();
+            }
+            clear.dead_letters = messages["dead_letters"]["clear"].as_u64().unwrap_or_default();
+            clear.buffered_events = messages["buffered_events"]["clear"].as_u64().unwrap_or_default();
+            messages["not_counted"].as_str().map(str::to_owned)
+        }
+        // A sidecar of an earlier version.
+        Err(Failure::Refused(why)) => Some(why),
+        Err(failure) => return Err(failure),
+    };
     let keys: Vec<(String, bool)> = known["keys"]
         .as_array()
         .into_iter()
@@ -88,11 +128,19 @@ pub(super) async fn execute(
     if args.access.json {
         let sealed: serde_json::Map<_, _> =
             by_key.iter().map(|(key, usage)| (key.clone(), usage.json())).collect();
-        let report = json!({ "keys": known["keys"], "sealed": sealed, "clear": clear.json(), "unreadable": unreadable });
+        let report = json!({ "keys": known["keys"], "sealed": sealed, "clear": clear.json(), "unreadable": unreadable, "messages_not_counted": not_counted });
         writeln!(out, "{report}")?;
         return Ok(());
     }
-    print(&keys, &by_key, &clear, unreadable, out)
+    print(&keys, &by_key, &clear, unreadable, out)?;
+    if let Some(why) = not_counted {
+        writeln!(
+            out,
+            "dead letters and buffered events were NOT counted, so no key may be removed yet: {}",
+            printable(&why, false)
+        )?;
+    }
+    Ok(())
 }
 
 fn print(
@@ -104,13 +152,23 @@ fn print(
 ) -> Result<(), Failure> {
     let records = |count: u64| if count == 1 { "1 record".to_owned() } else { format!("{count} records") };
     for (key, usage) in by_key {
-        let count = records(usage.records);
+        let mut count = records(usage.records);
+        let messages = usage.messages();
+        if let Some(messages) = &messages {
+            count = format!("{count}, {messages}");
+        }
         let line = match (keys.iter().find(|(id, _)| id == key), usage.records) {
+            (None, 0) => format!(
+                "{count}; this sidecar does NOT have the key, so they cannot be opened until it is added"
+            ),
             (None, _) => format!(
                 "{count}; this sidecar does NOT have the key: their retries are refused until it is added, or until {}",
                 usage.end()
             ),
             (Some((_, true)), _) => format!("{count}; it seals new records"),
+            (Some(_), _) if messages.is_some() => format!(
+                "{count}; it opens. It must stay until they are gone: no reseal reaches dead letters and buffered events"
+            ),
             (Some(_), 0) => {
                 "no records; it may be removed if no sidecar on this store seals with it any more".to_owned()
             }
@@ -129,7 +187,10 @@ fn print(
             clear.end()
         )?;
     }
-    if by_key.is_empty() && clear.records == 0 {
+    if let Some(messages) = clear.messages() {
+        writeln!(out, "in clear          {messages}")?;
+    }
+    if by_key.is_empty() && clear.records == 0 && clear.messages().is_none() {
         writeln!(out, "no seal keys, and no stored responses")?;
     }
     if unreadable > 0 {

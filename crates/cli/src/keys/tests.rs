@@ -1,5 +1,7 @@
 //! The commands against an admin API on a socket.
 
+use std::fs;
+
 use clap::Parser;
 
 use super::*;
@@ -21,6 +23,16 @@ async fn keys(sidecar: &Sidecar, line: &[&str]) -> Result<String, Failure> {
         _ => None,
     };
     run_with(line, env).await
+}
+
+/// The output of a command that fails.
+async fn printed_before_failing(sidecar: &Sidecar, line: &[&str]) -> String {
+    let admin = sidecar.address.to_string();
+    let line = Line::try_parse_from(line).unwrap();
+    let mut out = Vec::new();
+    let env = |name: &str| (name == "ONCEGATE_ADMIN").then(|| admin.clone());
+    execute(&line.keys, env, None, &mut out).await.unwrap_err();
+    String::from_utf8(out).unwrap()
 }
 
 async fn run_with(line: &[&str], env: impl Fn(&str) -> Option<String>) -> Result<String, Failure> {
@@ -374,4 +386,56 @@ fn a_word_for_a_shell_is_one_word() {
     assert_eq!(shell_quoted("http://127.0.0.1:9090"), "http://127.0.0.1:9090");
     assert_eq!(shell_quoted("my token"), "'my token'");
     assert_eq!(shell_quoted("it's"), r"'it'\''s'");
+}
+
+#[tokio::test]
+async fn a_key_whose_record_cannot_be_read_was_used() {
+    let sidecar = Sidecar::start().await;
+    let none = refused(keys(&sidecar, &["find", "--key", "k"]).await);
+    assert!(none.contains("never used"), "{none}");
+    assert_eq!(refused(keys(&sidecar, &["find", "--key", "k", "--json"]).await), none);
+    sidecar.call("/pay", &[("idempotency-key", "k"), ("authorization", "Bearer s")], b"x").await;
+    let found: Value =
+        serde_json::from_str(&keys(&sidecar, &["find", "--key", "k", "--json"]).await.unwrap()).unwrap();
+    let id = found["records"][0]["record"].as_str().unwrap().to_owned();
+    sidecar.unreadable.lock().unwrap().push(oncegate_core::RecordId::from_hex(&id).unwrap());
+    for form in [&["find", "--key", "k"][..], &["find", "--key", "k", "--json"]] {
+        let words = refused(keys(&sidecar, form).await);
+        assert!(words.contains(&id) && words.contains("may have taken effect"), "{words}");
+        assert!(!words.contains("never used"), "{words}");
+    }
+    let listed = keys(&sidecar, &["ls"]).await.unwrap();
+    assert_eq!(listed, format!("no records that can be read\ncannot be read: {id}\n"));
+}
+
+#[tokio::test]
+async fn records_that_cannot_be_read_are_found_on_later_pages() {
+    let sidecar = Sidecar::start().await;
+    let mut ids = Vec::new();
+    for number in 1..=9 {
+        ids.push(sidecar.unknown(number, "POST /pay").await);
+    }
+    sidecar.unreadable.lock().unwrap().extend([ids[6], ids[8]]);
+    sidecar.page.store(2, std::sync::atomic::Ordering::SeqCst);
+    let lines = format!("cannot be read: {}\ncannot be read: {}\n", ids[6], ids[8]);
+    let named = keys(&sidecar, &["ls", "--unreadable"]).await.unwrap();
+    assert_eq!(named, format!("{lines}9 records were read, to the end of the store: 2 cannot be read\n"));
+    let json = keys(&sidecar, &["ls", "--unreadable", "--json"]).await.unwrap();
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["unreadable"], json!([ids[6].to_string(), ids[8].to_string()]));
+    assert_eq!((&json["complete"], &json["read"]), (&true.into(), &9.into()));
+    // Without the survey: the search goes on behind a cursor, and stops after a number of records.
+    let cursor = ids[1].to_string();
+    let part = ["ls", "--unreadable", "--max-read", "3", "--cursor", &cursor];
+    let part = keys(&sidecar, &part).await.unwrap();
+    assert_eq!(part, format!("4 records were read; there may be more: --unreadable --cursor {}\n", ids[5]));
+    let rest = ["ls", "--unreadable", "--cursor", &ids[5].to_string()];
+    let rest = keys(&sidecar, &rest).await.unwrap();
+    assert_eq!(rest, format!("{lines}3 records were read, to the end of the store: 2 cannot be read\n"));
+    let first = keys(&sidecar, &["ls", "--unreadable", "--limit", "1"]).await.unwrap();
+    let more = format!("2 records were read; there may be more: --unreadable --cursor {}", ids[1]);
+    assert_eq!(first, format!("{lines}{more}\n"));
+    usage(keys(&sidecar, &["ls", "--unreadable", "--state", "unknown"]).await);
+    assert_eq!(printed_before_failing(&sidecar, &["ls", "--unreadable", "--cursor", "zzz"]).await, "");
+    usage(keys(&sidecar, &["ls", "--max-read", "3"]).await);
 }

@@ -17,7 +17,7 @@ use oncegate_http::BoxError;
 use super::options::{OtlpEndpoint, OtlpHeaders, OtlpOptions, Signal};
 use super::wire::{FieldReader, FieldValue};
 use crate::config::UpstreamProtocol;
-use crate::proxy::{ToService, connector, rewrite};
+use crate::proxy::{ToService, connector, interim, rewrite};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -113,7 +113,7 @@ impl Collector {
     async fn try_send(&self, signal: Signal, body: Bytes) -> Result<u64, Failure> {
         let again = |why: String| Failure { why, retry_after: Some(Duration::ZERO) };
         let asked = async {
-            let response = self.client.request(self.request(signal, body)?).await?;
+            let response = interim::send(&self.client, self.request(signal, body)?).await?;
             let (head, body) = response.into_parts();
             let body = Limited::new(body, MAX_RESPONSE).collect().await?.to_bytes();
             Ok::<_, BoxError>((head.status, head.headers, body))

@@ -191,7 +191,7 @@ mod tests {
         let mut request = request.body(()).unwrap();
         let flags = crate::config::parse_flags(&["--to=http://127.0.0.1:3000"]).unwrap();
         let config = Config::load(&flags).unwrap();
-        let metrics = Metrics::new(|| MemoryStore::new(SystemClock::new()).capabilities());
+        let metrics = Metrics::new(|| MemoryStore::new(SystemClock::new()).capabilities(), None);
         let peer = Arc::new(Peer::new("192.0.2.7:1234".parse().unwrap(), false, false));
         match admit(&mut request, &peer, &config, &metrics) {
             Ok(()) => Ok(request.headers().clone()),

@@ -12,8 +12,8 @@ use oncegate_core::ErrorChain;
 use oncegate_engine::LogThrottle;
 use oncegate_http::{Authorization, Authorize, Settings};
 
-use super::FULL_WARNING_INTERVAL;
 use super::reconcile::{ReconcileClients, only};
+use super::{FULL_WARNING_INTERVAL, interim};
 
 /// The header field in which the service decides. A page for all paths that are not known does not have it.
 const DECISION: HeaderName = HeaderName::from_static("oncegate-authorize");
@@ -65,8 +65,9 @@ impl AuthorizeClient {
         let clients = &self.clients;
         let question = clients.question(&self.settings, request, Method::HEAD, &self.path);
         let question = question.ok_or("the question cannot be sent")?;
-        let response =
-            clients.client().request(question).await.map_err(|error| ErrorChain(&error).to_string())?;
+        let response = interim::send(clients.client(), question)
+            .await
+            .map_err(|error| ErrorChain(&error).to_string())?;
         let (head, _) = response.into_parts();
         Ok((head.status, head.headers))
     }

@@ -76,14 +76,8 @@ async fn open_redis(options: &RedisOptions) -> Cache {
 
 /// The metrics of the store, and of the cache before it.
 pub(super) fn metrics(store: Arc<dyn Store>, cache: Option<&PendingCache>) -> Metrics {
-    let Some(cache) = cache else { return Metrics::new(move || store.capabilities()) };
-    let capabilities = move || {
-        let mut capabilities = store.capabilities();
-        capabilities.name = "cached";
-        capabilities
-    };
-    let collector = CacheCollector(cache.stats.clone());
-    Metrics::with(capabilities, |registry| registry.register_collector(Box::new(collector)))
+    let collector = cache.map(|cache| CacheCollector(cache.stats.clone()));
+    Metrics::new(move || store.capabilities(), collector)
 }
 
 /// Puts the cache before the store. Returns the store for the engine, and the cached store if there is a cache. Only the

@@ -37,6 +37,7 @@ use super::coarse_timer::CoarseTimer;
 use super::framing::{has_other_coding, is_unframed};
 use super::headers::{Peer, prepare, remove_hop_by_hop, remove_ours, rewrite};
 use super::hosts::HostLimit;
+use super::interim;
 use super::pool::{Pool, SendError, StreamingConnection, UpstreamBody};
 use super::request_limit::{RequestLimit, RequestPermit};
 use super::tls::{ToService, handshake_hint};
@@ -150,8 +151,8 @@ impl Forward {
         let mut request = request.map(|body| ObservedBody::new(body, activity.clone(), uploads));
         let is_connected = AtomicBool::new(false);
         let captured = match &connections {
-            Connections::Client(_) if attempt.is_some() => Some(capture_connection(&mut request)),
-            _ => None,
+            Connections::Client(_) => Some(capture_connection(&mut request)),
+            Connections::Pool(_) => None,
         };
         let has_connection = || match &captured {
             Some(captured) => captured.connection_metadata().is_some(),
@@ -161,7 +162,11 @@ impl Forward {
             match connections {
                 Connections::Pool(pool) => pool.send(request, &activity, &is_connected).await,
                 Connections::Client(client) => {
-                    client.request(request).await.map(|response| (response, None)).map_err(SendError::from)
+                    let sent = match captured.clone() {
+                        Some(captured) => interim::send_captured(client, request, captured).await,
+                        None => interim::send(client, request).await,
+                    };
+                    sent.map(|response| (response, None)).map_err(SendError::from)
                 }
             }
         };

@@ -10,7 +10,10 @@ use std::time::Duration;
 use oncegate_core::{IdGuard, IdProblem};
 
 /// The pauses between two checks: of a store that is verified, of one that is refused, and of one that does not answer.
-const VERIFIED: Duration = Duration::from_secs(30);
+///
+/// A verified store is asked much more often than claims need it, by one lookup. If it loses its mark, a process without the
+/// secret executes keys again until a process with the secret has put the mark back.
+const VERIFIED: Duration = Duration::from_secs(2);
 const REFUSED: Duration = Duration::from_secs(5);
 const UNANSWERED: Duration = Duration::from_secs(1);
 
@@ -31,8 +34,9 @@ pub(super) async fn run(guard: Arc<IdGuard>) {
             logged = problem;
         }
         let pause = match problem {
-            Some(IdProblem::Trial { left, .. }) => left.clamp(Duration::from_millis(100), REFUSED),
-            Some(_) => REFUSED,
+            Some(problem) => {
+                problem.next_check().map_or(REFUSED, |pause| pause.clamp(Duration::from_millis(100), REFUSED))
+            }
             None if checked.is_ok() => VERIFIED,
             None => UNANSWERED,
         };

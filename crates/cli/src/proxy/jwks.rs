@@ -19,6 +19,7 @@ use oncegate_http::{BoxError, JwksSource};
 use tokio::sync::oneshot;
 
 use super::headers::rewrite;
+use super::interim;
 use super::tls::connector;
 use super::{MAX_HEAD, MAX_LINES};
 use crate::config::{KeySetPlace, UpstreamProtocol};
@@ -106,7 +107,7 @@ impl KeySetSource {
             .header(header::ACCEPT, "application/jwk-set+json, application/json")
             .header(header::USER_AGENT, concat!("oncegate/", env!("CARGO_PKG_VERSION")))
             .body(Empty::<Bytes>::new())?;
-        let response = client.request(request).await?;
+        let response = interim::send(&client, request).await?;
         if response.status() != StatusCode::OK {
             return Err(format!("the status is {}", response.status()).into());
         }

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use oncegate_core::{
     Advisory, AuditEntry, Capabilities, Clock as _, ClockSkew, Command, Durability, ErrorChain, Fencing,
-    ListPage, ListQuery, Outcome, Record, RecordId, Store, StoreError, StoreFuture, StoreUsage, SystemClock,
-    Timestamp,
+    ListPage, ListQuery, Outcome, Record, RecordId, Store, StoreError, StoreFuture, StoreUsage, Survey,
+    SurveyQuery, SystemClock, Timestamp,
 };
 use tokio::task::JoinHandle;
 
@@ -159,6 +159,10 @@ impl Store for LateStore {
         self.call(|store| store.list(query))
     }
 
+    fn survey(&self, query: SurveyQuery) -> StoreFuture<'_, Option<Survey>> {
+        self.call(|store| store.survey(query))
+    }
+
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
         self.call(|store| store.purge(limit))
     }
@@ -220,7 +224,10 @@ impl Store for LateStore {
                 least.atomic_with_effect = true;
                 least
             }
-            StoreChoice::Redis(_) => Capabilities::new("redis", Durability::Buffered, Fencing::Equality),
+            StoreChoice::Redis(_) => Capabilities::new("redis", Durability::Unlogged, Fencing::Equality),
+            StoreChoice::Directory(_) => {
+                Capabilities::new("embedded", Durability::Volatile, Fencing::Equality)
+            }
             _ => Capabilities::new("store", Durability::Volatile, Fencing::Equality),
         }
     }

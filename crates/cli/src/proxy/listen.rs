@@ -28,7 +28,7 @@ use oncegate_engine::LogThrottle;
 use oncegate_http::{ResponseBody, WatchedRequest};
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tower_service::Service as _;
 use tracing::{Instrument as _, Span};
 
@@ -113,12 +113,46 @@ const MAX_STREAMS: u32 = 100;
 pub(crate) struct ConnectionLimit {
     /// One for each connection that may be open.
     permits: Arc<Semaphore>,
+    /// Notified for each connection that waits for a place. The silent connection that waits for the longest time gives up its
+    /// place.
+    wanted: Arc<Notify>,
     max: usize,
 }
 
+/// The time for which a connection may be silent although others wait for a place. Clients that have something to send need less,
+/// also over long distances.
+const SILENCE: Duration = Duration::from_secs(1);
+
+/// The interval in which a connection that waits asks for a place.
+const ASK_AGAIN: Duration = Duration::from_millis(250);
+
 impl ConnectionLimit {
     pub(crate) fn new(max: usize) -> Self {
-        Self { permits: Arc::new(Semaphore::new(max)), max }
+        Self { permits: Arc::new(Semaphore::new(max)), wanted: Arc::default(), max }
+    }
+
+    /// Waits for a place, if need be that of a connection that has sent no request.
+    async fn admit(&self) -> Option<OwnedSemaphorePermit> {
+        if let Ok(place) = self.permits.clone().try_acquire_owned() {
+            return Some(place);
+        }
+        let mut place = pin!(self.permits.clone().acquire_owned());
+        loop {
+            self.wanted.notify_one();
+            tokio::select! {
+                place = &mut place => return place.ok(),
+                () = tokio::time::sleep(ASK_AGAIN) => {}
+            }
+        }
+    }
+
+    /// Ready if another connection needs the place of one that is silent.
+    fn needed(&self) -> impl Future<Output = ()> + Send + use<> {
+        let wanted = self.wanted.clone();
+        async move {
+            tokio::time::sleep(SILENCE).await;
+            wanted.notified().await;
+        }
     }
 
     pub(crate) const fn max(&self) -> usize {
@@ -167,20 +201,26 @@ impl ThreadListener {
         let listener = TcpListener::from_std(socket)?;
         let mut builders = self.builders();
         let graceful = GracefulShutdown::new();
+        let (connections, full_warnings) = (self.connections.clone(), self.full_warnings.clone());
         loop {
-            let accepted = tokio::select! {
-                accepted = accept(&listener, &self.connections, &self.full_warnings) => accepted,
-                _ = stop.wait_for(|stop| *stop) => break,
-                Ok(()) = self.live.changed() => {
-                    if let Err(error) = self.current.replace(&self.live.borrow_and_update()) {
-                        tracing::error!(error, "a thread keeps the previous configuration");
+            // Stays over a reload: it may hold a connection that waits for a place, and would reset it.
+            let mut accepting = pin!(accept(&listener, &connections, &full_warnings));
+            let accepted = loop {
+                tokio::select! {
+                    accepted = &mut accepting => break Some(accepted),
+                    _ = stop.wait_for(|stop| *stop) => break None,
+                    Ok(()) = self.live.changed() => {
+                        if let Err(error) = self.current.replace(&self.live.borrow_and_update()) {
+                            tracing::error!(error, "a thread keeps the previous configuration");
+                        }
+                        builders = self.builders();
                     }
-                    builders = self.builders();
-                    continue;
                 }
             };
-            if let Some(accepted) = accepted {
-                self.begin(accepted, &builders, &graceful, &stop);
+            match accepted {
+                Some(Some(accepted)) => self.begin(accepted, &builders, &graceful, &stop),
+                Some(None) => {}
+                None => break,
             }
         }
         // Connections that the system has accepted already would be reset with the listener.
@@ -218,7 +258,14 @@ impl ThreadListener {
                 let builder = in_the_clear;
                 let connection =
                     builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
-                tokio::spawn(run(watcher.watch(connection), begun, config.client_idle_timeout, stop.clone()));
+                let needed = self.connections.needed();
+                tokio::spawn(run(
+                    watcher.watch(connection),
+                    begun,
+                    config.client_idle_timeout,
+                    stop.clone(),
+                    needed,
+                ));
             }
             Some(acceptor) => {
                 let handshakes = self.handshakes.clone();
@@ -229,7 +276,8 @@ impl ThreadListener {
                     let connection = over_tls.serve_connection_with_upgrades(TokioIo::new(stream), service);
                     watcher.watch(connection).await
                 };
-                tokio::spawn(run(connection, begun, config.client_idle_timeout, stop.clone()));
+                let needed = self.connections.needed();
+                tokio::spawn(run(connection, begun, config.client_idle_timeout, stop.clone(), needed));
             }
         }
     }
@@ -376,9 +424,11 @@ async fn accept(
     match listener.accept().await {
         Ok((stream, address)) => {
             if connections.permits.available_permits() == 0 && full_warnings.pass().is_some() {
-                tracing::warn!("max-connections is reached: a new connection waits until another one ends");
+                tracing::warn!(
+                    "max-connections is reached: a new connection waits until another one ends; those that have sent no request are closed"
+                );
             }
-            let permit = connections.permits.clone().acquire_owned().await.ok()?;
+            let permit = connections.admit().await?;
             Some((stream, address, permit))
         }
         Err(error) => {
@@ -396,20 +446,28 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Serves a connection to its end, or until the timeout of its first request. The library has no timeout before it knows the
-/// client's protocol version. And after a stop, its HTTP/1.1 would wait for the rest of a head that has begun.
+/// Serves a connection to its end, or until the timeout of its first request, or until another connection needs the place of
+/// one that has sent no request. The library has no timeout before it knows the client's protocol version. And after a stop,
+/// its HTTP/1.1 would wait for the rest of a head that has begun.
 async fn run(
     connection: impl Future<Output = Result<(), Box<dyn Error + Send + Sync>>>,
     begun: Arc<AtomicBool>,
     idle_timeout: Duration,
     mut stop: watch::Receiver<bool>,
+    needed: impl Future<Output = ()>,
 ) {
     let silent = async {
-        if tokio::time::timeout(idle_timeout, stop.wait_for(|stop| *stop)).await.is_ok() {
-            tokio::time::sleep(LAST_HEAD_TIMEOUT).await;
+        let late = async {
+            if tokio::time::timeout(idle_timeout, stop.wait_for(|stop| *stop)).await.is_ok() {
+                tokio::time::sleep(LAST_HEAD_TIMEOUT).await;
+            }
+        };
+        tokio::select! {
+            () = late => "no request came in time",
+            () = needed => "no request came, and another connection needs the place",
         }
     };
-    let (mut connection, mut silent) = (pin!(connection), pin!(silent));
+    let (mut connection, mut silent) = (pin!(connection), pin!(Some(silent)));
     poll_fn(|cx| {
         if let Poll::Ready(result) = connection.as_mut().poll(cx) {
             if let Err(error) = result {
@@ -418,9 +476,13 @@ async fn run(
             return Poll::Ready(());
         }
         if begun.load(Ordering::Relaxed) {
-            return Poll::Pending;
+            // Otherwise it would take notifications that are for silent connections.
+            silent.set(None);
         }
-        silent.as_mut().poll(cx).map(|()| tracing::debug!("no request came in time"))
+        match silent.as_mut().as_pin_mut() {
+            Some(silent) => silent.poll(cx).map(|why| tracing::debug!("{why}")),
+            None => Poll::Pending,
+        }
     })
     .await;
 }
@@ -450,7 +512,7 @@ mod tests {
                 async { Ok::<_, Infallible>(Response::new(String::new())) }
             });
             let connection = builder.serve_connection_with_upgrades(TokioIo::new(far), service).into_owned();
-            tokio::spawn(run(connection, begun, config.client_idle_timeout, stopped));
+            tokio::spawn(run(connection, begun, config.client_idle_timeout, stopped, std::future::pending()));
             near.write_all(sent.as_bytes()).await.unwrap();
             let since = tokio::time::Instant::now();
             let mut received = Vec::new();
@@ -458,6 +520,41 @@ mod tests {
             let (took, expected) = (since.elapsed(), Duration::from_secs(75));
             assert!(took >= expected && took < expected + Duration::from_secs(1), "{sent:?}: {took:?}");
             assert_eq!(received.starts_with(b"HTTP/1.1 200 OK"), sent.starts_with(whole), "{sent:?}");
+        }
+    }
+
+    /// At the limit, a connection that has sent no request gives its place to a new one. One with a request stays.
+    #[tokio::test]
+    async fn silent_connections_give_their_places_to_new_ones() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (limit, warnings) = (ConnectionLimit::new(2), LogThrottle::new(Duration::from_secs(60)));
+        let (_stop, stopped) = watch::channel(false);
+        let mut clients = Vec::new();
+        let mut served = Vec::new();
+        // The first one has sent a request, and is the oldest.
+        for begun in [true, false, false, false] {
+            clients.push(TcpStream::connect(address).await.unwrap());
+            let accepted =
+                tokio::time::timeout(Duration::from_secs(60), accept(&listener, &limit, &warnings));
+            let (stream, _, permit) = accepted.await.expect("a place").unwrap();
+            let connection = async move {
+                let _held = (stream, permit);
+                std::future::pending().await
+            };
+            let begun = Arc::new(AtomicBool::new(begun));
+            let needed = limit.needed();
+            let idle = Duration::from_secs(75);
+            served.push(tokio::spawn(run(connection, begun, idle, stopped.clone(), needed)));
+        }
+        for index in [1, 2] {
+            let ended = tokio::time::timeout(Duration::from_secs(60), &mut served[index]).await;
+            assert!(ended.is_ok(), "connection {index}");
+        }
+        assert!(!served[0].is_finished() && !served[3].is_finished());
+        assert_eq!(limit.used(), 2);
+        for task in served {
+            task.abort();
         }
     }
 }

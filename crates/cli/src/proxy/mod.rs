@@ -17,6 +17,7 @@ mod handshakes;
 mod headers;
 mod hosts;
 mod id_watch;
+pub(crate) mod interim;
 mod jwks;
 mod late;
 mod listen;
@@ -162,7 +163,9 @@ impl DataPath {
                     }
                     let DrainResult { until, is_closed } = front.serve(socket, stop).await?;
                     // Handlers whose clients have gone run on the threads that took them.
-                    let requests = engine.drain(until.saturating_duration_since(Instant::now())).await;
+                    let left = engine.drain(until.saturating_duration_since(Instant::now())).await;
+                    // A result that waits for the store is a task, too, and no request: its record is named.
+                    let requests = left.saturating_sub(engine.pending_settlements());
                     let lost = engine.records_pending_settlement(MAX_LOST_NAMED).into_iter().collect();
                     Ok(Unfinished { requests, has_connections: !is_closed, lost })
                 })

@@ -222,7 +222,8 @@ impl Pool {
         let mut connector = self.connector.clone();
         poll_fn(|cx| connector.poll_ready(cx)).await.map_err(SendError::Unreached)?;
         // The connector knows the address.
-        let stream = match connector.call(Uri::default()).await.map_err(SendError::Unreached)? {
+        let connected = connector.call(Uri::default()).await.map_err(SendError::Unreached)?;
+        let stream = match connected.into_inner() {
             MaybeHttpsStream::Http(stream) => stream,
             MaybeHttpsStream::Https(_) => {
                 return Err(SendError::Unreached("a connection in the clear is encrypted".into()));

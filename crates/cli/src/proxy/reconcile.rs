@@ -30,7 +30,7 @@ use super::forward::take_host;
 use super::framing::{has_other_coding, is_unframed};
 use super::headers::{ATTEMPT, Peer, RECORD, TOKEN, forward, remove_hop_by_hop, remove_ours, rewrite, via};
 use super::tls::{ToService, connector};
-use super::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES};
+use super::{MAX_HEAD, MAX_LIBRARY_HEAD, MAX_LINES, interim};
 use crate::admin::{Metrics, ReconcileResult};
 use crate::config::{Config, RouteConfig};
 
@@ -220,7 +220,7 @@ impl ReconcileClient {
     async fn ask(&self, context: &IdempotencyContext, request: &Parts) -> Report {
         let Some(question) = self.question(context, request) else { return none("it cannot be asked") };
         let asked = question.headers().clone();
-        match self.clients.client.request(question).await {
+        match interim::send(&self.clients.client, question).await {
             Ok(response) => self.read(&asked, response).await,
             Err(error) => none(ErrorChain(&error).to_string()),
         }

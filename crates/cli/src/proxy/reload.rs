@@ -21,6 +21,7 @@ use super::run::allow_many_files;
 use super::{server_config, tls};
 use crate::admin::{AdminLive, Metrics, RefusedReloads, ReloadSubject};
 use crate::config::{Config, ProxyArgs, TlsFiles};
+use crate::files;
 use crate::seal;
 use crate::systemd::ServiceManager;
 
@@ -218,6 +219,7 @@ impl Reloader {
             config: config.clone(),
             layer: layer.clone(),
             token: config.admin_token.clone(),
+            metrics_token: config.metrics_token.clone(),
             jwt,
             // The files of the certificate were read, too.
             refused_reloads: RefusedReloads::default(),
@@ -302,7 +304,11 @@ impl Reloader {
     async fn read_certificate(&self) -> Option<Content> {
         let files = self.files()?;
         let read = async |file: Option<&Path>| match file {
-            Some(file) => tokio::fs::read(file).await.ok(),
+            Some(file) => {
+                let file = file.to_owned();
+                let read = tokio::task::spawn_blocking(move || files::read(&file, files::MAX_PEM));
+                read.await.ok().and_then(Result::ok)
+            }
             None => None,
         };
         let (cert, key, ca, crl) = tokio::join!(

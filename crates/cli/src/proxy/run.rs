@@ -4,7 +4,7 @@ use std::io::{ErrorKind, Write as _};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncegate_core::{ErrorChain, MemoryStore, Store, SystemClock};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
@@ -25,8 +25,8 @@ use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, serve
 use crate::access_log::AccessLog;
 use crate::activity::Activity;
 use crate::admin::{
-    self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, MAX_CONNECTIONS,
-    RefusedReloads, count_records,
+    self, AbandonedRecords, AdminLive, AdminState, BackupStore, Dashboard, Draining, Expositions,
+    MAX_CONNECTIONS, ReadyChecks, RefusedReloads, Rows, Surveys, count_messages, count_records,
 };
 use crate::check::{existing, has_other_files};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl, duration_text};
@@ -203,13 +203,22 @@ async fn serve(
     let admin =
         BoundAddress::new(config.admin).map_err(|error| cannot_listen("--admin", config.admin, &error))?;
     let (listen_address, admin_address) = (listen.address, admin.address);
-    let seal_keys = match &config.seal {
-        Some(settings) => Some(seal::load(settings, |line| tracing::warn!("{line}")).await?),
-        None => None,
-    };
     let backup = BackupStore::default();
-    let opened = late::open(&config, &backup).await?;
-    let cache = cached::open(&config).await?;
+    let opening = async {
+        let seal_keys = match &config.seal {
+            Some(settings) => Some(seal::load(settings, |line| tracing::warn!("{line}")).await?),
+            None => None,
+        };
+        Ok::<_, String>((seal_keys, late::open(&config, &backup).await?, cached::open(&config).await?))
+    };
+    let (seal_keys, opened, cache) = tokio::select! {
+        opened = opening => opened?,
+        // Nothing is served yet, so nothing is drained.
+        () = signals.first() => {
+            tracing::info!("stopped during the start");
+            return Ok(());
+        }
+    };
     let sockets =
         listen.listen(threads).map_err(|error| cannot_listen("--listen", listen_address, &error))?;
     let admin = admin
@@ -264,7 +273,10 @@ async fn serve(
     let builder = builder.with_observer(observers);
     let engine = builder.build();
     tokio::spawn(super::id_watch::run(engine.id_guard().clone()));
-    tokio::spawn(count_records(counted, left, metrics.clone(), list_unsettled_at(admin_address)));
+    tokio::spawn(count_records(counted, left.clone(), metrics.clone(), list_unsettled_at(admin_address)));
+    if let Some(messages) = messages(&config) {
+        tokio::spawn(count_messages(messages, metrics.clone()));
+    }
     let (sampled, counters) = (activity.clone(), metrics.clone());
     tokio::spawn(async move { sampled.hour().sample(|| counters.outcome_counts()).await });
     let access_log = config.access_log.map(|format| AccessLog::start(format, &metrics));
@@ -282,12 +294,15 @@ async fn serve(
         config: config.clone(),
         layer: layer.clone(),
         token: config.admin_token.clone(),
+        metrics_token: config.metrics_token.clone(),
         jwt: config.jwt.clone(),
         refused_reloads: RefusedReloads::default(),
     };
     let (admin_live, admin_changes) = watch::channel(admin_live);
     let connections = ConnectionLimit::new(config.max_connections);
     let without_key = RequestLimit::new(config.max_in_flight_without_key.unwrap_or(config.max_connections));
+    // They do not pass the cache, which has responses for replays, and need not keep these.
+    let rows = Rows::new(&breaker, seal.as_ref().map(|seal| seal.keys()));
     let state = AdminState {
         engine: engine.clone(),
         breaker,
@@ -298,9 +313,14 @@ async fn serve(
         without_key: without_key.clone(),
         dashboard: Dashboard::new(listen_address),
         messages: messages(&config).map(|messages| messages.with_opener(DeadLetterKeys(keys_in_use.clone()))),
+        left,
         live: admin_changes,
         seal: seal.clone(),
         seal_refusals,
+        ready_checks: ReadyChecks::default(),
+        rows,
+        surveys: Surveys::default(),
+        expositions: Expositions::default(),
         backup,
     };
     let (otlp, tracer) = match config.otlp.clone() {
@@ -329,7 +349,7 @@ async fn serve(
     let health = manager.thread_health();
     let path = DataPath {
         engine,
-        metrics,
+        metrics: metrics.clone(),
         tracer,
         connections,
         without_key,
@@ -351,6 +371,7 @@ async fn serve(
         result = &mut ended => return flatten(result),
         () = signals.first() => {}
     }
+    let stopping_at = Instant::now();
     draining.begin();
     manager.stopping("Stopping: waiting for running requests");
     let (delay, drain) = {
@@ -387,7 +408,17 @@ async fn serve(
             if let Some(cached) = cached {
                 cached.close(CACHE_TIMEOUT).await;
             }
-            flatten(result)
+            let result = flatten(result);
+            if result.is_ok() {
+                let (spans_lost, log_lines_dropped) = (metrics.lost_spans(), crate::log::dropped().get());
+                tracing::info!(
+                    took = duration_text(Duration::from_millis(stopping_at.elapsed().as_millis() as u64)),
+                    spans_lost,
+                    log_lines_dropped,
+                    "stopped"
+                );
+            }
+            result
         }
         () = signals.second() => Err(SECOND_SIGNAL.into()),
     }

@@ -12,7 +12,7 @@ use http::uri::Scheme;
 use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::connect::HttpConnector;
 use oncegate_core::ErrorChain;
-use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
@@ -22,7 +22,9 @@ use tower_service::Service;
 
 use super::certificate::{self, Validity};
 use super::headers::rewrite;
+use super::interim::BoundedStream;
 use crate::config::{TlsFiles, Upstream, UpstreamProtocol};
+use crate::files;
 
 /// The TLS configuration of the listener.
 #[derive(Clone)]
@@ -72,14 +74,15 @@ pub(crate) fn server_config(files: &TlsFiles) -> Result<ListenerTls, String> {
     let say = |path: &Path, what: &str, error: &dyn std::error::Error| {
         format!("{}: {what}: {}", path.display(), ErrorChain(error))
     };
-    let chain: Vec<_> = CertificateDer::pem_file_iter(certificate)
-        .and_then(Iterator::collect)
+    let chain: Vec<_> = pem(certificate)
+        .and_then(|text| CertificateDer::pem_slice_iter(&text).collect())
         .map_err(|error| say(certificate, "cannot read certificates", &error))?;
     if chain.is_empty() {
         return Err(format!("{}: there is no certificate in it", certificate.display()));
     }
-    let private =
-        PrivateKeyDer::from_pem_file(key).map_err(|error| say(key, "cannot read the private key", &error))?;
+    let private = pem(key)
+        .and_then(|text| PrivateKeyDer::from_pem_slice(&text))
+        .map_err(|error| say(key, "cannot read the private key", &error))?;
     let validity = chain.first().and_then(|first| Validity::of(first));
     let config = ServerConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
@@ -108,10 +111,15 @@ pub(crate) fn server_config(files: &TlsFiles) -> Result<ListenerTls, String> {
     Ok(ListenerTls { config: Arc::new(config), validity, revocations })
 }
 
+/// The text of a file in PEM.
+pub(crate) fn pem(file: &Path) -> Result<Vec<u8>, pem::Error> {
+    files::read(file, files::MAX_PEM).map_err(pem::Error::Io)
+}
+
 /// Reads lists of revoked certificates, in PEM.
 fn revocation_lists(file: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
-    let lists =
-        CertificateRevocationListDer::pem_file_iter(file).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let lists = pem(file)
+        .and_then(|text| CertificateRevocationListDer::pem_slice_iter(&text).collect::<Result<Vec<_>, _>>());
     let lists = lists.map_err(|error| {
         format!("{}: cannot read lists of revoked certificates: {}", file.display(), ErrorChain(&error))
     })?;
@@ -130,7 +138,8 @@ fn client_verifier(
     let say = |what: &str, error: &dyn std::error::Error| {
         format!("{}: {what}: {}", file.display(), ErrorChain(error))
     };
-    let authorities = CertificateDer::pem_file_iter(file).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let authorities =
+        pem(file).and_then(|text| CertificateDer::pem_slice_iter(&text).collect::<Result<Vec<_>, _>>());
     let authorities = authorities.map_err(|error| say("cannot read certificates", &error))?;
     if authorities.is_empty() {
         return Err(format!("{}: there is no certificate in it", file.display()));
@@ -157,12 +166,10 @@ pub(crate) struct ToService {
     connect_timeout: Duration,
 }
 
-type HttpsFuture = <HttpsConnector<HttpConnector> as Service<Uri>>::Future;
-
 impl Service<Uri> for ToService {
-    type Response = <HttpsConnector<HttpConnector> as Service<Uri>>::Response;
+    type Response = BoundedStream<<HttpsConnector<HttpConnector> as Service<Uri>>::Response>;
     type Error = <HttpsConnector<HttpConnector> as Service<Uri>>::Error;
-    type Future = Pin<Box<dyn Future<Output = <HttpsFuture as Future>::Output> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
         Service::poll_ready(&mut self.connector, cx)
@@ -173,10 +180,11 @@ impl Service<Uri> for ToService {
         let connect_timeout = self.connect_timeout;
         // The timeout of the inner connector does not include the TLS handshake.
         Box::pin(async move {
-            timeout(connect_timeout, connecting).await.unwrap_or_else(|_| {
+            let connected = timeout(connect_timeout, connecting).await.unwrap_or_else(|_| {
                 let what = "the connection was not made within upstream-connect-timeout";
                 Err(io::Error::new(io::ErrorKind::TimedOut, what).into())
-            })
+            });
+            connected.map(BoundedStream::new)
         })
     }
 }
@@ -204,7 +212,7 @@ pub(crate) fn connector(
 /// Checks that the file in `SSL_CERT_FILE` can be read. The library would use the certificates of the system instead.
 pub(crate) fn check_certificate_file() -> Result<(), String> {
     let Some(file) = std::env::var_os("SSL_CERT_FILE").filter(|file| !file.is_empty()) else { return Ok(()) };
-    let read = std::fs::read(&file).map(drop);
+    let read = files::read(Path::new(&file), files::MAX_PEM).map(drop);
     read.map_err(|error| {
         format!(
             "SSL_CERT_FILE: {}: cannot read the certificates to trust: {error}",

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use super::descriptor::{Carrier, FirstSent, Operation, Rules};
 use super::document::Node;
 use crate::config::{Config, Draft, ProxyArgs};
+use crate::files;
 
 /// The largest document that is merged.
 const MAX_DOCUMENT: u64 = 16 * 1024 * 1024;
@@ -106,7 +107,7 @@ fn merged(config: &Config, path: &Path) -> Result<Node, String> {
     if size > MAX_DOCUMENT {
         return Err(format!("the document has {size} bytes; at most {MAX_DOCUMENT} are merged"));
     }
-    let text = fs::read_to_string(path).map_err(|error| error.to_string())?;
+    let text = files::read_text(path, MAX_DOCUMENT).map_err(|error| error.to_string())?;
     let mut document = read::document(&text)?;
     if !document.text("openapi").unwrap_or_default().starts_with("3.") {
         return Err("not an OpenAPI 3 document; it needs a member `openapi` such as \"3.1.0\"".to_owned());

@@ -1,6 +1,7 @@
 //! `oncegate schema`: prepares a database, so that a sidecar can keep records in it.
 
 use std::io::{ErrorKind, Write as _};
+use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
 use oncegate_core::{Durability, ErrorChain, Store as _};
@@ -64,19 +65,49 @@ enum DatabaseKind {
     Postgres,
 }
 
+/// The exit code if the database cannot be reached, as that of `oncegate dead-letters`.
+const UNREACHABLE: u8 = 3;
+
+/// The reason why the command failed.
+struct Failure {
+    text: String,
+    is_unreachable: bool,
+}
+
+impl From<String> for Failure {
+    fn from(text: String) -> Self {
+        Self { text, is_unreachable: false }
+    }
+}
+
+impl From<PostgresOpenError> for Failure {
+    fn from(error: PostgresOpenError) -> Self {
+        let is_unreachable = matches!(error, PostgresOpenError::Unreachable { .. });
+        Self { text: ErrorChain(&error).to_string(), is_unreachable }
+    }
+}
+
 /// Runs the command.
-pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
-    match &args.command {
-        SchemaCommand::Print { contract, script } => print(*contract, script.as_deref()),
+pub(crate) fn run(args: &SchemaArgs) -> ExitCode {
+    let Err(failure) = run_command(&args.command) else { return ExitCode::SUCCESS };
+    for line in failure.text.lines() {
+        complain!("error: {line}");
+    }
+    if failure.is_unreachable { ExitCode::from(UNREACHABLE) } else { ExitCode::FAILURE }
+}
+
+fn run_command(command: &SchemaCommand) -> Result<(), Failure> {
+    match command {
+        SchemaCommand::Print { contract, script } => Ok(print(*contract, script.as_deref())?),
         SchemaCommand::Apply(database @ Database { kind: DatabaseKind::Postgres, .. }) => {
             let options = options(&database.url)?;
-            let before = crate::block_on(schema::apply(&options))?.map_err(|error| still_bound(&error))?;
+            let before = crate::block_on(schema::apply(&options))?.map_err(still_bound)?;
             let (name, version) = (options.database(), schema::VERSION);
             if database.json {
                 let bindings = &before.foreign_bindings;
-                return say_json(&json!({
+                return Ok(say_json(&json!({
                     "database": name, "found": before.found, "needed": version, "version": version, "repaired": bindings
-                }));
+                }))?);
             }
             let mut text = match before.found {
                 Some(found) if found == version => {
@@ -89,7 +120,7 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
                 text +=
                     &format!("repaired: {binding}, an object of another owner; find out who created it\n");
             }
-            say(&text)
+            Ok(say(&text)?)
         }
         SchemaCommand::Status(database @ Database { kind: DatabaseKind::Postgres, .. }) => {
             let options = options(&database.url)?;
@@ -104,32 +135,33 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
             }
             if !status.foreign_bindings.is_empty() {
                 let bindings = status.foreign_bindings;
-                return Err(PostgresOpenError::ForeignBindings { database: name, bindings }.to_string());
+                return Err(PostgresOpenError::ForeignBindings { database: name, bindings }.into());
             }
             match status.found {
                 Some(found) if found == needed && database.json => Ok(()),
                 Some(found) if found == needed => {
-                    say(&format!("{name} has version {found}, as this program needs\n"))
+                    Ok(say(&format!("{name} has version {found}, as this program needs\n"))?)
                 }
                 Some(found) if found > needed => {
-                    Err(PostgresOpenError::NewerContract { database: name, found, known: needed }.to_string())
+                    Err(PostgresOpenError::NewerContract { database: name, found, known: needed }.into())
                 }
-                found => Err(PostgresOpenError::NoContract { database: name, found, needed }.to_string()),
+                found => Err(PostgresOpenError::NoContract { database: name, found, needed }.into()),
             }
         }
     }
 }
 
 /// The error of an upgrade. Its reader has run `apply`, so it must not advise that.
-fn still_bound(error: &PostgresOpenError) -> String {
+fn still_bound(error: PostgresOpenError) -> Failure {
     match error {
         PostgresOpenError::ForeignBindings { database, bindings } => format!(
             "{database}: the contract was applied, and parts of the schema oncegate are still bound to objects outside of it, \
              whose owners act with the rights of the schema's owner: {}. Find out who created these objects, and repair the \
              bindings by hand, as docs/reference/store-contract-postgres.md says under \"Search path and owner\"",
             bindings.join("; ")
-        ),
-        error => ErrorChain(error).to_string(),
+        )
+        .into(),
+        error => error.into(),
     }
 }
 
@@ -169,7 +201,8 @@ pub(crate) fn usable(url: &str) -> Result<bool, String> {
         store.close().await;
         status?;
         Ok(durability)
-    })?;
+    })
+    .map_err(|failure| failure.text)?;
     Ok(durability == Durability::Synced)
 }
 
@@ -203,8 +236,8 @@ fn options(url: &str) -> Result<PostgresOptions, String> {
     PostgresOptions::from_url(url).map_err(|error| ErrorChain(&error).to_string())
 }
 
-fn block_on<T>(run: impl Future<Output = Result<T, PostgresOpenError>>) -> Result<T, String> {
-    crate::block_on(run)?.map_err(|error| ErrorChain(&error).to_string())
+fn block_on<T>(run: impl Future<Output = Result<T, PostgresOpenError>>) -> Result<T, Failure> {
+    Ok(crate::block_on(run)??)
 }
 
 fn say_json(value: &Value) -> Result<(), String> {

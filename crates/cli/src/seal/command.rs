@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::process::Command;
 
-use crate::config::{MAX_KEY_TEXT, parse_seal_keys};
+use crate::config::{MAX_KEY_TEXT, parse_seal_keys, shown_program};
 
 /// Limits the time of the program.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -78,7 +78,10 @@ async fn keys_within(words: &[String], note: fn(&str), timeout: Duration) -> Res
     // Not the whole environment, which has the secrets of the sidecar.
     let kept = std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_kept));
     command.env_clear().envs(kept).kill_on_drop(true).process_group(0);
-    let mut child = command.spawn().map_err(|error| format!("cannot run {program}: {error}"))?;
+    // The word may be a whole command line with its secrets.
+    let (has_blanks, program) = (program.contains(char::is_whitespace), &*shown_program(program));
+    let hint = if has_blanks { "; the words of a command are separated by commas" } else { "" };
+    let mut child = command.spawn().map_err(|error| format!("cannot run {program}: {error}{hint}"))?;
     let mut group = Group(child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw));
     let (output, errors) = (child.stdout.take(), child.stderr.take());
     let run = async {
@@ -166,6 +169,10 @@ mod tests {
         }
         let none = keys(&["/nowhere/keys".to_owned()], |_| ()).await.unwrap_err();
         assert!(none.starts_with("cannot run /nowhere/keys: No such file"), "{none}");
+        let line = "/nowhere/curl -H X-Vault-Token:hunter2 https://vault/v1/k".to_owned();
+        let none = keys(&[line], |_| ()).await.unwrap_err();
+        assert!(none.starts_with("cannot run curl …: No such file"), "{none}");
+        assert!(none.ends_with("are separated by commas") && !none.contains("hunter2"), "{none}");
     }
 
     #[tokio::test]

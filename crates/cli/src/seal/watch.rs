@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_core::{ErrorChain, ListQuery, Store, StoreError};
+use oncegate_core::{ErrorChain, ID_SECRET_RECORD, ListQuery, Store, StoreError};
 use oncegate_seal::{SealKeys, SealRefusals, SealSample};
 use tokio::time::Instant;
 
@@ -78,7 +78,9 @@ async fn sample(store: &dyn Store) -> Result<SealSample, StoreError> {
     query.limit = PAGE_RECORDS;
     for _ in 0..PAGES {
         let page = store.list(query.clone()).await?;
-        page.records.iter().for_each(|(_, record)| sample.add(record));
+        // The mark of the id secret is no record of a request.
+        let records = page.records.iter().filter(|(id, _)| *id != ID_SECRET_RECORD);
+        records.for_each(|(_, record)| sample.add(record));
         if page.next.is_none() {
             break;
         }

@@ -27,17 +27,17 @@ const service = http.createServer((request, response) => {
 await new Promise((ready) => service.listen(0, "127.0.0.1", ready));
 console.log(service.address().port);
 const lines = readline.createInterface({ input: process.stdin });
-const { open, guarded, messages, token } = JSON.parse((await lines[Symbol.asyncIterator]().next()).value);
+const { open, guarded, messages, slow, token } = JSON.parse((await lines[Symbol.asyncIterator]().next()).value);
 
 const check = async (name, held) => {
   await held();
   console.log(`ok ${name}`);
 };
 
-const send = (path, key, { body = "{}", caller = "Bearer anna", method = "POST" } = {}) => {
+const send = (path, key, { body = "{}", caller = "Bearer anna", method = "POST", to = open.address } = {}) => {
   const headers = { "content-type": "application/json", authorization: caller };
   if (key) headers["idempotency-key"] = key;
-  return fetch(`http://${open.address}${path}`, { method, headers, body });
+  return fetch(`http://${to}${path}`, { method, headers, body });
 };
 const api = async (path) => (await fetch(`http://${open.admin}${path}`)).json();
 const record = async (key) => (await (await fetch(`http://${open.admin}/v1/keys/find`, {
@@ -72,11 +72,20 @@ const views = {
   "phone-dark": { viewport: { width: 390, height: 844 }, colorScheme: "dark", isMobile: true, hasTouch: true },
 };
 
+const filled = (page) => page.locator("[aria-busy=true]").waitFor({ state: "detached" });
+
 /** A page of a new context, and the faults that the browser reports. */
 const visit = async (options, base) => {
   const context = await browser.newContext({ ...options, baseURL: `http://${base}`, reducedMotion: "reduce" });
   context.setDefaultTimeout(deadline);
   const page = await context.newPage();
+  // A page of a slow store comes before its records.
+  const goto = page.goto.bind(page);
+  page.goOnly = goto;
+  page.goto = async (path) => {
+    await goto(path);
+    await filled(page);
+  };
   const faults = [];
   page.on("console", (message) => {
     // The status of a refused form is no fault of the page.
@@ -148,6 +157,7 @@ const { context, page, faults } = await visit(views.light, open.admin);
 const find = async (text) => {
   await page.getByRole("searchbox", { name: "Find a key or a record" }).fill(text);
   await page.getByRole("button", { name: "Find" }).click();
+  await filled(page);
 };
 
 await check("the keyboard reaches the content", async () => {
@@ -165,11 +175,12 @@ await check("a key leads to its record, and stays out of the address", async () 
   assert.ok(!page.url().includes("payment-1"));
   await find("payment-2");
   await page.waitForURL("**/keys?key_tag=*");
+  await filled(page);
   assert.equal(await page.locator("tbody tr").count(), 2);
   await find(payment.slice(0, 12));
   await page.waitForURL(`**/keys/${payment}`);
   await find("no-such-key");
-  assert.match(await page.locator("main").innerText(), /No record has this key/);
+  await page.getByRole("heading", { name: "No record has this key" }).waitFor();
   await inspect(page, faults, "not-found");
 });
 
@@ -294,6 +305,7 @@ await check("everything but updates works without JavaScript", async () => {
   await page.goto("/keys");
   await page.getByLabel("State", { exact: true }).selectOption("unsettled");
   await page.getByRole("button", { name: "Filter" }).click();
+  await filled(page);
   assert.equal(await page.locator("tbody tr").count(), 1);
   await page.locator("tbody a.id").first().click();
   await page.getByRole("link", { name: "It happened: the response is lost" }).click();
@@ -334,6 +346,103 @@ await check("a page of another site can change nothing and show nothing", async 
   await context.close();
 });
 
+// The third sidecar has a store whose surveys take their time. A page is there before its records.
+for (const number of [1, 2, 3]) await send("/payments", `"slow-${number}"`, { to: slow.address });
+
+/** Holds the requests with which a page fills itself in, until the function is called that it returns. */
+const hold = async (page) => {
+  let release;
+  const released = new Promise((resolve) => { release = resolve; });
+  await page.route(/asked=/, async (route) => {
+    if (route.request().headers()["hx-request"]) await released;
+    await route.continue();
+  });
+  return release;
+};
+
+await check("a page comes before its records, and fills itself in", async () => {
+  const { context, page, faults } = await visit(views.light, slow.admin);
+  const busy = page.locator("[aria-busy=true]");
+  for (const [path, words] of [["/stuck", /Nothing is stuck/], ["/routes", /completed 3/], ["/keys", /3 in all/]]) {
+    const release = await hold(page);
+    await page.goOnly(path);
+    await busy.waitFor();
+    await inspect(page, faults, `waits${path.replace("/", "-")}`);
+    assert.match(await page.getByRole("status").textContent(), /being counted/);
+    await page.evaluate(() => { window.stays = true; });
+    release();
+    await filled(page);
+    await page.getByText(words).first().waitFor();
+    assert.equal(await page.getByRole("status").textContent(), "The result is shown.", "it is announced");
+    assert.equal(await page.evaluate(() => window.stays), true);
+    await inspect(page, faults, `filled${path.replace("/", "-")}`);
+  }
+  await page.setViewportSize({ width: 1280, height: 300 });
+  const release = await hold(page);
+  await page.goOnly("/keys?state=completed");
+  await busy.waitFor();
+  await page.getByLabel("Operation begins with").focus();
+  await page.keyboard.type("POST /refunds");
+  const top = await page.evaluate(() => window.scrollY);
+  release();
+  await filled(page);
+  await page.getByText("3 in all").waitFor();
+  const stays = await page.evaluate(() => [document.activeElement.id, document.activeElement.value, window.scrollY]);
+  assert.deepEqual(stays, ["operation", "POST /refunds", top], "focus and place stay");
+  await context.close();
+});
+
+await check("a failure ends the wait for the records, and the page goes on when the store does", async () => {
+  const { context, page } = await visit(views.light, slow.admin);
+  const release = await hold(page);
+  await page.goOnly("/keys?operation=FAIL");
+  await page.locator("[aria-busy=true]").waitFor();
+  release();
+  await page.getByRole("alert").waitFor();
+  assert.match(await page.getByRole("alert").innerText(), /statement timeout/);
+  assert.equal(await page.locator("[aria-busy=true]").count(), 0, "it does not wait any more");
+  assert.match(await page.locator("#progress").textContent(), /out of reach/, "and says so");
+  // The store works again.
+  await page.route("**/keys?operation=FAIL", (route) => route.continue({ url: route.request().url().replace("FAIL", "PO") }));
+  await page.getByText("3 in all").waitFor({ timeout: 60_000 });
+  assert.equal(await page.getByRole("alert").count(), 0);
+  assert.ok(await page.getByRole("button", { name: "Filter" }).isVisible(), "the whole page is there");
+  await context.close();
+});
+
+await check("a search that takes its time leads to the record", async () => {
+  const { context, page, faults } = await visit(views.light, slow.admin);
+  const search = async (text) => {
+    await page.getByRole("searchbox", { name: "Find a key or a record" }).fill(text);
+    await page.getByRole("button", { name: "Find" }).click();
+    await page.locator("[aria-busy=true]").waitFor();
+    assert.ok(!page.url().includes("slow"), page.url());
+  };
+  await page.goOnly("/audit");
+  const release = await hold(page);
+  await search("slow-2");
+  await inspect(page, faults, "searching");
+  release();
+  await page.getByRole("heading", { name: "Timeline" }).waitFor();
+  assert.match(page.url(), /\/keys\/[0-9a-f]{64}$/);
+  const later = await hold(page);
+  await search("slow-none");
+  later();
+  await page.getByRole("heading", { name: "No record has this key" }).waitFor();
+  await context.close();
+});
+
+await check("pages fill themselves in without JavaScript", async () => {
+  const { context, page } = await visit({ ...views.light, javaScriptEnabled: false }, slow.admin);
+  await page.goOnly("/keys?operation=POST");
+  await page.getByText("3 in all").waitFor();
+  assert.match(page.url(), /asked=/, "it was loaded again");
+  await page.getByRole("searchbox", { name: "Find a key or a record" }).fill("slow-3");
+  await page.getByRole("button", { name: "Find" }).click();
+  await page.getByRole("heading", { name: "Timeline" }).waitFor();
+  await context.close();
+});
+
 await check("with a token, a login opens the pages, and a logout closes them", async () => {
   const { context, page, faults } = await visit(views.light, guarded.admin);
   await page.goto("/keys?state=unknown");
@@ -363,8 +472,14 @@ await check("with a token, a login opens the pages, and a logout closes them", a
 
 const letters = async (query = "") => (await messageApi(`/v1/dead-letters${query}`)).dead_letters.map((letter) => letter.number);
 const mailbox = await visit(views.light, messages.admin);
-const rows = () => mailbox.page.locator("table").first().locator("tbody tr").count();
-const main = () => mailbox.page.locator("main").innerText();
+const rows = async () => {
+  await filled(mailbox.page);
+  return mailbox.page.locator("table").first().locator("tbody tr").count();
+};
+const main = async () => {
+  await filled(mailbox.page);
+  return mailbox.page.locator("main").innerText();
+};
 
 await check("dead letters are listed by page, consumer, topic and age", async () => {
   await mailbox.page.goto("/dead-letters");

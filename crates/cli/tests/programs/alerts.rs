@@ -47,6 +47,53 @@ async fn the_rules_pass_their_own_tests() {
     assert_eq!(names(&rules, "- alert: "), names(&tests, "- alertname: "));
 }
 
+/// The sources of all crates, one text for each file.
+fn sources() -> Vec<String> {
+    let mut left = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("..")];
+    let mut texts = Vec::new();
+    while let Some(directory) = left.pop() {
+        for entry in fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+            match path.is_dir() {
+                true if name != "tests" && name != "target" => left.push(path),
+                false if name.ends_with(".rs") => texts.push(fs::read_to_string(path).unwrap()),
+                _ => {}
+            }
+        }
+    }
+    texts
+}
+
+/// A new advisory is either in an alert or in this list, with the reason.
+#[test]
+fn each_advisory_has_an_alert_or_a_reason_for_none() {
+    let without = [
+        ("clock-behind", "nothing can or has to be done about it"),
+        ("less-durable", "OncegateStoreLessDurable compares the promises of a week"),
+        ("key-set", "OncegateKeySetUnusable and OncegateKeySetOld have metrics of their own"),
+        ("reload", "OncegateReloadRefused has a metric of its own"),
+    ];
+    let mut names = BTreeSet::from(["clock".to_owned(), "clock-behind".to_owned()]);
+    for text in sources() {
+        let made = text.split("Advisory::new(").skip(1);
+        let made = made.filter_map(|rest| rest.trim_start().strip_prefix('"')?.split('"').next());
+        names.extend(made.map(str::to_owned));
+    }
+    assert!(names.len() >= 12 && names.contains("id-secret"), "{names:?}");
+    let rules = fs::read_to_string(deployed("oncegate.rules.yml")).unwrap();
+    let alerts = rules.split("oncegate_store_advisory{name=").skip(1);
+    let alerts: BTreeSet<_> =
+        alerts.flat_map(|rest| rest.split('"').nth(1).unwrap_or_default().split('|')).collect();
+    for name in &names {
+        let reason = without.iter().find(|(known, _)| known == name);
+        assert!(alerts.contains(name.as_str()) != reason.is_some(), "{name}: {alerts:?}");
+    }
+    for (name, _) in without {
+        assert!(names.contains(name), "{name} is no advisory any more");
+    }
+}
+
 #[tokio::test]
 async fn the_page_passes_promtool() {
     let service = Service::new().await.answers(OK);
@@ -320,6 +367,8 @@ async fn alerts_fire_under_their_faults_and_not_without() {
     // The log names what ends with the sidecar.
     waiting.process.signal(rustix::process::Signal::TERM);
     waiting.process.logs("the result of an operation is lost").await;
+    waiting.process.logs("stopped took=").await;
+    assert_eq!(waiting.process.error_lines("requests were still running"), [""; 0], "none ran");
     // The alert ends with the outage.
     redis.restart().unwrap();
     until("the store is back", async || {

@@ -11,7 +11,7 @@ use crate::support::{CheckingProgram, Sidecar, sidecar};
 const TOKEN: &str = "a-token-for-operators";
 
 /// The checks that the program of the browser makes.
-const CHECKS: usize = 30;
+const CHECKS: usize = 34;
 
 /// Three dead letters of `billing`, an hour old, the first one with hostile texts; 61 of `mail`, one of them three hours old; and
 /// messages of the outbox, two of them refused.
@@ -36,14 +36,28 @@ const MESSAGES: &str = "
     UPDATE oncegate.outbox SET refused_at = 1, attempts = 1, error = '<img src=x onerror=window.pwned=1>',
         is_aside = order_key IS NULL WHERE id <> 'm-2'";
 
-/// A database with messages.
-fn database() -> PostgresServer {
+/// Makes each survey take longer than a page waits, and fail for records of an operation.
+const SLOW: &str = "
+    ALTER FUNCTION oncegate.survey RENAME TO fast_survey;
+    CREATE FUNCTION oncegate.survey(text[], bytea, bytea, text, bigint, bigint, bigint, bytea, text, bytea, bytea, boolean,
+        boolean, bigint, bytea, integer)
+    RETURNS TABLE (id bytea, changed_at bigint, state text, operation text, records bigint, clock bigint) LANGUAGE plpgsql AS $$
+    BEGIN
+        IF $10 IS NULL THEN PERFORM pg_sleep(0.3); END IF;
+        IF $4 = 'FAIL' THEN
+            RAISE EXCEPTION 'canceling statement due to statement timeout' USING ERRCODE = '57014';
+        END IF;
+        RETURN QUERY SELECT * FROM oncegate.fast_survey($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16);
+    END $$";
+
+/// A database after these statements.
+fn database(statements: &str) -> PostgresServer {
     let server = PostgresServer::start().unwrap();
     let mut apply = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
     let applied =
         apply.args(["schema", "apply", "postgres"]).env("ONCEGATE_STORE", server.url()).output().unwrap();
     assert!(applied.status.success(), "{applied:?}");
-    server.sql(MESSAGES).unwrap();
+    server.sql(statements).unwrap();
     server
 }
 
@@ -64,12 +78,16 @@ async fn an_operator_uses_the_dashboard_in_a_browser() {
     let open = Sidecar::run(command.args(flags).env("ONCEGATE_WAIT", "5s")).await;
     let mut command = sidecar(&to);
     let guarded = Sidecar::run(command.args(flags).env("ONCEGATE_ADMIN_TOKEN", TOKEN)).await;
-    let database = tokio::task::spawn_blocking(database).await.unwrap();
+    let databases = || (database(MESSAGES), database(SLOW));
+    let (with_messages, slow) = tokio::task::spawn_blocking(databases).await.unwrap();
     let mut command = sidecar(&to);
-    let messages = Sidecar::run(command.env("ONCEGATE_STORE", database.url())).await;
+    let messages = Sidecar::run(command.env("ONCEGATE_STORE", with_messages.url())).await;
+    let mut command = sidecar(&to);
+    let slow = (Sidecar::run(command.env("ONCEGATE_STORE", slow.url())).await, slow);
     let addresses = |sidecar: &Sidecar| json!({"address": sidecar.address.to_string(), "admin": sidecar.admin.to_string()});
     let given = json!({
-        "open": addresses(&open), "guarded": addresses(&guarded), "messages": addresses(&messages), "token": TOKEN,
+        "open": addresses(&open), "guarded": addresses(&guarded), "messages": addresses(&messages),
+        "slow": addresses(&slow.0), "token": TOKEN,
     });
     program.check(&given, CHECKS).await;
 }

@@ -81,6 +81,20 @@ impl SharedStore {
         }
     }
 
+    /// Removes the mark, as a node of a Cluster that came back empty does.
+    fn lose_mark(&self) {
+        match self {
+            Self::Redis(server) => {
+                let script = "return redis.call('DEL', unpack(redis.call('KEYS', '*' .. ARGV[1] .. '*')))";
+                server.command(&["EVAL", script, "0", MARK]).unwrap();
+            }
+            Self::Postgres(server) => {
+                server.sql(&format!("DELETE FROM oncegate.records WHERE id = '\\x{MARK}'")).unwrap();
+            }
+        }
+        assert!(!self.dump().contains(MARK));
+    }
+
     fn freeze(&self, freeze: bool) {
         let pid = match self {
             Self::Redis(server) => server.pid(),
@@ -129,9 +143,39 @@ async fn refuses(sidecar: &mut Sidecar, key: &str, why: &str) {
     let response = sidecar.ask(&order(key)).await;
     assert_eq!(response.status(), 503, "{response:?}");
     assert!(response.text().contains("store-unavailable"), "{}", response.text());
-    let ready = admin(sidecar, "GET", "/readyz", "").await;
-    assert!(ready.status() == 503 && ready.text().contains(why), "{}", ready.text());
+    // A busy store may fail to answer a health check, which is said for a moment.
+    until("the health check says why", async || {
+        let ready = admin(sidecar, "GET", "/readyz", "").await;
+        ready.status() == 503 && ready.text().contains(why)
+    })
+    .await;
+    // The first sidecar on a new store waits for some seconds only.
+    let degraded = if why.contains("is new to") { "oncegate_degraded 0\n" } else { "oncegate_degraded 1\n" };
+    until("the gauge", async || admin(sidecar, "GET", "/metrics", "").await.text().contains(degraded)).await;
     sidecar.process.logs(why).await;
+}
+
+/// Asserts that a sidecar which computes other ids than those in the store does not say that an executed key was never used.
+async fn searches_are_refused(sidecar: &Sidecar, why: &str) {
+    let exact = "{\"key\":\"order-1\",\"method\":\"POST\",\"path\":\"/orders\",\"caller\":{\"value\":\"Bearer ada\"}}";
+    for (path, body) in [("find", "{\"key\":\"order-1\"}"), ("find", exact), ("tag", "{\"key\":\"order-1\"}")]
+    {
+        let answer = admin(sidecar, "POST", &format!("/v1/keys/{path}"), body).await;
+        assert!(answer.status() == 409 && answer.text().contains(why), "{path} {body}: {}", answer.text());
+    }
+    for args in [&["keys", "find", "--key", "order-1"][..], &["keys", "ls", "--key", "order-1"]] {
+        let (succeeded, text) = oncegate(sidecar, args).await;
+        assert!(!succeeded && text.contains(why) && !text.contains("never used"), "{args:?}: {text}");
+    }
+    let overview = admin(sidecar, "GET", "/", "").await.text().to_owned();
+    assert!(overview.contains("whatever store-outage says"), "{overview}");
+    let form_token = overview.split_once("name=\"form_token\" value=\"").unwrap().1;
+    let form_token = form_token.split_once('"').unwrap().0;
+    let fields = ["Content-Type: application/x-www-form-urlencoded", "Sec-Fetch-Site: same-origin"];
+    let form = format!("q=order-1&form_token={form_token}");
+    let search = request("POST", "/keys/search", &fields, &form).replace("orders.test", "localhost");
+    let page = ask(sidecar.admin, &search).await;
+    assert!(page.status() == 409 && page.text().contains(why), "{}", page.text());
 }
 
 #[tokio::test]
@@ -157,6 +201,7 @@ async fn only_sidecars_with_the_secret_of_the_store_execute() {
         refuses(&mut without, "order-2", &why).await;
         let metrics = admin(&without, "GET", "/metrics", "").await;
         assert!(metrics.text().contains("id-secret"), "no advisory in the metrics");
+        searches_are_refused(&without, "this process has none").await;
         let mut wrong = store.sidecar(&service, Some(&other)).await;
         let why = format!(
             "the store belongs to the id secret {}, and this process has {}",
@@ -165,6 +210,7 @@ async fn only_sidecars_with_the_secret_of_the_store_execute() {
         );
         refuses(&mut wrong, "order-1", &why).await;
         refuses(&mut wrong, "order-2", &why).await;
+        searches_are_refused(&wrong, "and this process has").await;
         assert_eq!(service.requests(), 1);
 
         // The process is killed, and the secret lost and found.
@@ -257,7 +303,163 @@ async fn a_store_with_records_keeps_its_ids() {
         assert_eq!(service.requests(), 2);
         let check = keyed_check(&store, &service).await;
         assert!(check.contains("the store has records without the id secret"), "{check}");
+        assert!(!check.contains("can be used"), "{check}");
     }
+}
+
+/// The mark is lost while no process runs. The operator proves by a key that the records are of the secret, and puts it back.
+#[tokio::test]
+async fn a_lost_mark_is_put_back_if_the_records_are_of_the_secret() {
+    for store in stores().await {
+        let service = Service::new().await.answers(OK);
+        let own = secret(1);
+        let first = store.sidecar(&service, Some(&own)).await;
+        until("the trial ends", async || is_ready(&first).await).await;
+        until("it serves", async || first.ask(&order("order-1")).await.status() == 201).await;
+        let reason = ["--reason", "a node came back empty", "--actor", "ada"];
+        let restore = async |sidecar: &Sidecar, args: &[&str]| {
+            oncegate(sidecar, &[&["id-secret", "restore"], args, &reason].concat()).await
+        };
+        let (done, text) = restore(&first, &["--key", "order-1"]).await;
+        assert!(done && text.contains("nothing to do"), "{text}");
+        drop(first);
+        store.lose_mark();
+        let mut next = store.sidecar(&service, Some(&own)).await;
+        refuses(&mut next, "order-1", "the store has records without the id secret").await;
+        assert!(admin(&next, "GET", "/v1/id-secret", "").await.json()["mark"] == "missing");
+
+        // Another secret finds no record of the key, and its sidecar puts no mark there.
+        let wrong = store.sidecar(&service, Some(&secret(2))).await;
+        let (done, text) = restore(&wrong, &["--key", "order-1"]).await;
+        assert!(!done && text.contains("finds no record of this key"), "{text}");
+        let (done, text) = restore(&next, &["--key", "order-2"]).await;
+        assert!(!done && text.contains("finds no record of this key"), "{text}");
+        let (done, text) = restore(&next, &[]).await;
+        assert!(!done && text.contains("--key"), "{text}");
+        let (done, text) = restore(&next, &["--key", "order-1", "--dry-run"]).await;
+        assert!(done && text.contains("finds 1 record of the key"), "{text}");
+        let (done, text) = restore(&next, &["--force", "--dry-run"]).await;
+        assert!(done && text.contains("NOTHING shows"), "{text}");
+        assert!(!store.dump().contains(MARK), "a preview changes nothing");
+        let plain = store.sidecar(&service, None).await;
+        let (done, text) = restore(&plain, &["--force"]).await;
+        assert!(!done && text.contains("has no id secret"), "{text}");
+        drop(plain);
+
+        let (done, text) = restore(&next, &["--key", "order-1"]).await;
+        assert!(done && text.contains("the mark is back"), "{text}");
+        next.process.logs("an operator put back the mark").await;
+        let logged = next.process.error_lines("an operator put back the mark").join("\n");
+        assert!(logged.contains("ada") && logged.contains("a node came back empty"), "{logged}");
+        assert!(next.process.error_lines("order-1").is_empty());
+        assert!(is_ready(&next).await);
+        let replay = next.ask(&order("order-1")).await;
+        assert_eq!((replay.status(), replay.is_replay()), (201, true));
+        assert_eq!(next.ask(&order("order-2")).await.status(), 201);
+        assert_eq!(service.requests(), 2);
+
+        // The mark is that of the secret, for good.
+        let (done, text) = restore(&wrong, &["--force"]).await;
+        assert!(!done && text.contains(&format!("the mark of the id secret {}", own.name())), "{text}");
+        let again = store.sidecar(&service, Some(&own)).await;
+        assert!(again.ask(&order("order-2")).await.is_replay());
+    }
+}
+
+/// A damaged mark is never replaced by itself, and the refusal says how an operator replaces it.
+#[tokio::test]
+async fn a_damaged_mark_is_removed_by_hand_and_then_put_back() {
+    let (store, service, own) =
+        (blocking(SharedStore::redis).await, Service::new().await.answers(OK), secret(1));
+    let damage = || {
+        let SharedStore::Redis(server) = &store else { panic!("a store on Redis") };
+        server.command(&["SETRANGE", &format!("oncegate:{{{MARK}}}"), "0", "7"]).unwrap();
+    };
+    let first = store.sidecar(&service, Some(&own)).await;
+    until("the trial ends", async || is_ready(&first).await).await;
+    until("it serves", async || first.ask(&order("order-1")).await.status() == 201).await;
+    damage();
+    // It has served, and goes on.
+    assert_eq!(first.ask(&order("order-2")).await.status(), 201);
+    let restore = ["id-secret", "restore", "--key", "order-1", "--reason", "a flipped bit"];
+    let (done, text) = oncegate(&first, &restore).await;
+    assert!(
+        !done && text.contains(MARK) && text.contains("Stop every program without the id secret"),
+        "{text}"
+    );
+    assert_eq!(admin(&first, "GET", "/v1/id-secret", "").await.json()["mark"], "damaged");
+    drop(first);
+
+    // One that starts claims nothing, with the secret or without it.
+    let next = store.sidecar(&service, Some(&own)).await;
+    let plain = store.sidecar(&service, None).await;
+    for sidecar in [&next, &plain] {
+        assert_eq!(sidecar.ask(&order("order-3")).await.status(), 503);
+    }
+    assert_eq!(service.requests(), 2);
+    let (done, text) = oncegate(&next, &restore).await;
+    assert!(!done && text.contains("no command replaces a record that cannot be read"), "{text}");
+    drop(plain);
+    store.lose_mark();
+    let (done, text) = oncegate(&next, &restore).await;
+    assert!(done && text.contains("the mark is back"), "{text}");
+    until("it serves", async || next.ask(&order("order-1")).await.is_replay()).await;
+    assert_eq!(next.ask(&order("order-3")).await.status(), 201);
+    assert_eq!(service.requests(), 3);
+}
+
+/// Until the mark is back, a sidecar without the secret would execute the keys again.
+#[tokio::test]
+async fn a_sidecar_without_requests_puts_a_lost_mark_back_soon() {
+    for store in stores().await {
+        let service = Service::new().await.answers(OK);
+        let sidecar = store.sidecar(&service, Some(&secret(1))).await;
+        until("the trial ends", async || is_ready(&sidecar).await).await;
+        until("it serves", async || sidecar.ask(&order("order-1")).await.status() == 201).await;
+        store.lose_mark();
+        let lost_at = std::time::Instant::now();
+        until("the mark is back", async || store.dump().contains(MARK)).await;
+        let took = lost_at.elapsed();
+        // It is checked every two seconds.
+        assert!(took < Duration::from_secs(15), "{took:?}");
+        let mut plain = store.sidecar(&service, None).await;
+        refuses(&mut plain, "order-1", "this process has none").await;
+        assert_eq!(service.requests(), 1);
+    }
+}
+
+/// Operators count the records of their requests: the mark is none.
+#[tokio::test]
+async fn the_mark_is_in_no_count() {
+    let service = Service::new().await.answers(OK);
+    let dir = tempfile::tempdir().unwrap();
+    let file = secret_file(&dir, 1);
+    let store = dir.path().join("store");
+    let start = async |keys: Option<u8>| {
+        let mut command = sidecar(&format!("http://{}", service.address));
+        command
+            .arg(format!("--store={}", store.display()))
+            .arg(format!("--id-secret-file={}", file.display()));
+        if let Some(byte) = keys {
+            command
+                .env("ONCEGATE_SEAL_KEYS", &*oncegate_seal::SealKey::from_bytes([byte; 32]).to_secret_text());
+        }
+        Sidecar::run(&mut command).await
+    };
+    let mut keyed = start(Some(1)).await;
+    assert_eq!(keyed.ask(&order("order-1")).await.status(), 201);
+    let (done, text) = oncegate(&keyed, &["reseal"]).await;
+    assert!(done && text.contains("1  sealed with it already"), "{text}");
+    assert!(!text.contains("without a response"), "{text}");
+    let copy = dir.path().join("copy").display().to_string();
+    let (done, text) = oncegate(&keyed, &["backup", &copy]).await;
+    assert!(done && text.contains(": 1 records as of"), "{text}");
+    let (done, text) = oncegate(&keyed, &["keys", "ls", "--json"]).await;
+    assert!(done && !text.contains(MARK), "{text}");
+    keyed.process.kill().await;
+    let without = start(None).await;
+    let ready = async || admin(&without, "GET", "/readyz", "").await.text().to_owned();
+    until("the sample is read", async || ready().await.contains("1 of 1 records that were looked at")).await;
 }
 
 /// The output of `oncegate check` with a secret.
@@ -347,6 +549,15 @@ async fn an_embedded_store_has_one_secret_too() {
     {
         let mut wrong = Sidecar::run(&mut command(secret.as_ref())).await;
         refuses(&mut wrong, "order-1", why).await;
+        // An operator must not take the request for one that was never executed.
+        for command in [
+            &["keys", "find", "--key", "order-1"][..],
+            &["keys", "find", "--key", "order-1", "--method", "POST", "--path", "/orders", "--anonymous"],
+            &["keys", "list", "--key", "order-1"],
+        ] {
+            let (succeeded, text) = oncegate(&wrong, command).await;
+            assert!(!succeeded && text.contains(why), "{command:?}: {text}");
+        }
         wrong.process.kill().await;
         let mut check = Command::new(env!("CARGO_BIN_EXE_oncegate"));
         check.args(["check", "--to", &to, &store]);

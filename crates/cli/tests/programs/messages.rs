@@ -6,6 +6,7 @@ use std::process::{Command, Output};
 use oncegate_core::RecordId;
 use oncegate_seal::{DeadLetterPlace, Keyring, SealKey, seal_dead_letter, seal_dead_letter_error};
 use oncegate_servers::PostgresServer;
+use oncegate_testkit::until;
 use serde_json::{Value, json};
 
 use crate::support::{Service, Sidecar, ask, sidecar};
@@ -102,6 +103,23 @@ async fn blocking<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// Alerts need their numbers.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sidecar_has_metrics_of_messages_in_the_database_of_its_store() {
+    let setup = Setup::new(true).await;
+    let sidecar = setup._sidecar.as_ref().unwrap();
+    let page = async || {
+        let metrics = ask(sidecar.admin, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
+        metrics.has_status(200).text().to_owned()
+    };
+    until("the messages are counted", async || page().await.contains("oncegate_dead_letters ")).await;
+    let page = page().await;
+    for series in ["dead_letters 3", "outbox_waiting 1", "outbox_failing 0", "outbox_refused 1"] {
+        assert!(page.lines().any(|line| line == format!("oncegate_{series}")), "{series}: {page}");
+    }
+    assert!(page.contains("oncegate_outbox_oldest_seconds "), "{page}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -80,6 +80,15 @@ async fn the_sidecar_reports_a_change_of_the_servers_configuration() {
     assert_eq!(admin("/readyz").await.0, 200);
     let (_, metrics) = admin("/metrics").await;
     assert!(metrics.contains("durability=\"buffered\"") && !metrics.contains("synced"), "{metrics}");
+    // Without an append-only file, a restart of the server loses everything.
+    server.command(&["CONFIG", "SET", "appendonly", "no"]).unwrap();
+    let (status, notes) = admin("/readyz").await;
+    assert!(status == 200 && notes.contains("(unlogged, and synced before)"), "{notes}");
+    let (_, metrics) = admin("/metrics").await;
+    let has = |text: &str| assert!(metrics.contains(text), "{text} is not in {metrics}");
+    has("durability=\"unlogged\"");
+    has("oncegate_store_advisory{name=\"less-durable\"} 1");
+    server.command(&["CONFIG", "SET", "appendonly", "yes"]).unwrap();
     // A setting that will lose records refuses new keys, and existing ones are replayed.
     server.command(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).unwrap();
     assert_eq!(admin("/readyz").await.0, 503);

@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_testkit::until;
@@ -26,27 +26,123 @@ async fn connect(from: u32, to: SocketAddr) -> Wire {
 
 const LOOPBACK: u32 = 0x7f00_0001;
 
-/// Asks for the health all the time, from the first address, until it is dropped. Each answer must come in less than a second.
+/// Every path of the admin address but those that need no token.
+const PATHS: [(&str, &str); 31] = [
+    ("GET", "/v1/keys"),
+    ("GET", "/v1/keys/000000"),
+    ("GET", "/v1/keys/000000?body=true"),
+    ("GET", "/v1/keys/000000/timeline"),
+    ("POST", "/v1/keys/find"),
+    ("POST", "/v1/keys/tag"),
+    ("POST", "/v1/keys/forget"),
+    ("POST", "/v1/keys/000000/resolve"),
+    ("POST", "/v1/keys/000000/release"),
+    ("GET", "/v1/audit"),
+    ("GET", "/v1/seal"),
+    ("GET", "/v1/seal/usage"),
+    ("POST", "/v1/seal/reseal"),
+    ("GET", "/v1/dead-letters"),
+    ("GET", "/v1/outbox"),
+    ("GET", "/v1/summary"),
+    ("GET", "/v1/misuse"),
+    ("GET", "/v1/activity"),
+    ("GET", "/v1/backup"),
+    ("GET", "/v1/clock"),
+    ("POST", "/v1/clock/accept"),
+    ("POST", "/v1/compact"),
+    ("GET", "/v1/id-secret"),
+    ("POST", "/v1/id-secret/restore"),
+    ("GET", "/v1/log-level"),
+    ("PUT", "/v1/log-level"),
+    ("POST", "/metrics"),
+    ("GET", "/metrics/"),
+    ("GET", "/metrics/x"),
+    ("GET", "/%6Detrics"),
+    ("GET", "//metrics"),
+];
+
+/// A token for Prometheus opens the metrics, and nothing that an operator has. A reload replaces it.
+#[tokio::test]
+async fn the_token_for_metrics_opens_the_metrics_and_nothing_else() {
+    let service = Service::new().await.answers(OK);
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("metrics-token");
+    std::fs::write(&file, "a-token-for-metrics\n").unwrap();
+    let mut command = sidecar(&format!("http://{}", service.address));
+    command.args(["--store=memory:", &format!("--metrics-token-file={}", file.display())]);
+    let mut sidecar = Sidecar::run(command.env("ONCEGATE_ADMIN_TOKEN", "the-token-of-operators")).await;
+    let with = async |token: &str, method: &str, path: &str| {
+        let fields = [
+            &format!("Authorization: Bearer {token}"),
+            "Connection: close",
+            "Content-Type: application/json",
+        ];
+        ask(sidecar.admin, &request(method, path, &fields, if method == "GET" { "" } else { "{}" })).await
+    };
+    let status = async |token: &str, method: &str, path: &str| with(token, method, path).await.status();
+    let metrics = with("a-token-for-metrics", "GET", "/metrics").await;
+    assert!(metrics.has_status(200).text().contains("oncegate_build_info"));
+    for (method, path) in PATHS {
+        assert_eq!(status("a-token-for-metrics", method, path).await, 401, "{method} {path}");
+    }
+    // Nor does it log in to the dashboard, whose pages need a session or the token of operators.
+    for path in ["/", "/keys", "/audit", "/playground"] {
+        let page = with("a-token-for-metrics", "GET", path).await;
+        assert!(page.status() != 200, "{path}: {}", page.text());
+    }
+    let origin = format!("Origin: http://{}", sidecar.admin);
+    let form = ["Content-Type: application/x-www-form-urlencoded", origin.as_str(), "Connection: close"];
+    let login = request("POST", "/login", &form, "token=a-token-for-metrics&next=/");
+    let login = ask(sidecar.admin, &login.replace("orders.test", &sidecar.admin.to_string())).await;
+    assert!(login.get("set-cookie").is_none() && login.status() != 303, "{login:?}");
+    // Operators may read them, too, and strangers may not.
+    assert_eq!(status("the-token-of-operators", "GET", "/metrics").await, 200);
+    assert_eq!(status("the-token-of-operators", "GET", "/v1/keys").await, 200);
+    assert_eq!(status("another-token-that-is", "GET", "/metrics").await, 401);
+    assert_eq!(ask(sidecar.admin, &get("/metrics")).await.status(), 401);
+
+    std::fs::write(&file, "another-one-for-metrics\n").unwrap();
+    sidecar.process.signal(Signal::HUP);
+    sidecar.process.logs("the configuration was reloaded").await;
+    let with = async |token: &str| {
+        let fields = [format!("Authorization: Bearer {token}"), "Connection: close".to_owned()];
+        ask(sidecar.admin, &request("GET", "/metrics", &[&fields[0], &fields[1]], "")).await.status()
+    };
+    assert_eq!((with("a-token-for-metrics").await, with("another-one-for-metrics").await), (401, 200));
+}
+
+/// Asks for the health all the time, from the first address, until it is dropped. Each answer must come before the first limit
+/// of a blocked connection.
 struct Prober {
     is_over: Arc<AtomicBool>,
     task: tokio::task::JoinHandle<u64>,
 }
 
+/// The answers that a flood may get while a probe waits: each of its clients has some dozens of turns.
+const MOST_BEFORE_A_PROBE: u64 = 3000;
+
 impl Prober {
-    fn start(to: SocketAddr) -> Self {
+    /// `flood` counts the answers that others get meanwhile, if they get any.
+    fn start(to: SocketAddr, flood: Arc<AtomicU64>) -> Self {
         let is_over = Arc::new(AtomicBool::new(false));
         let stop = is_over.clone();
         let task = tokio::spawn(async move {
             let mut probes = 0;
             while !stop.load(Ordering::SeqCst) {
                 for path in ["/livez", "/readyz", "/metrics"] {
-                    let since = Instant::now();
+                    let (since, before) = (Instant::now(), flood.load(Ordering::SeqCst));
                     let mut wire = connect(LOOPBACK, to).await;
                     wire.send(get(path)).await;
                     wire.message().await.has_status(200);
                     let took = since.elapsed();
-                    // A blocked address would answer after ten seconds or more, when its first limit ends a connection.
-                    assert!(took < Duration::from_secs(5), "{path} took {took:?}");
+                    // A blocked address would answer after ten seconds or more, when its first limit ends a connection. On a
+                    // busy machine a flood may take as long, but has few answers then.
+                    let others = flood.load(Ordering::SeqCst) - before;
+                    let is_in_turn = (1..MOST_BEFORE_A_PROBE).contains(&others);
+                    assert!(
+                        took < Duration::from_secs(9) || is_in_turn,
+                        "{path} took {took:?}, and {others} others came before"
+                    );
                     probes += 1;
                 }
             }
@@ -68,7 +164,7 @@ fn get(path: &str) -> String {
 
 /// Has all attackers connect and send this, from one address or from as many as there are attackers, while health is probed.
 async fn attack(sidecar: &Sidecar, from_many: bool, sent: &str) -> Vec<Wire> {
-    let prober = Prober::start(sidecar.admin);
+    let prober = Prober::start(sidecar.admin, Arc::default());
     let mut wires = Vec::new();
     for number in 0..ATTACKERS {
         let mut wire = connect(LOOPBACK + if from_many { number } else { 0 }, sidecar.admin).await;
@@ -96,7 +192,7 @@ async fn attack_from_everywhere(sidecar: &Sidecar, sent: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn health_is_answered_while_hundreds_connect_and_send_nothing_or_little() {
     let service = Service::new().await.answers(OK);
-    let sidecar = Sidecar::start(service.address, &[]).await;
+    let mut sidecar = Sidecar::start(service.address, &[]).await;
     for sent in [
         "",
         "GET /v1/key",
@@ -105,7 +201,9 @@ async fn health_is_answered_while_hundreds_connect_and_send_nothing_or_little() 
     ] {
         attack_from_everywhere(&sidecar, sent).await;
     }
-    let warned = sidecar.process.error_lines("the admin address has as many connections as it may have");
+    let warning = "the admin address has as many connections as it may have";
+    sidecar.process.logs(warning).await;
+    let warned = sidecar.process.error_lines(warning);
     assert_eq!(warned.len(), 1, "{warned:?}");
     crate::operations::admin(&sidecar, "/v1/summary").await.has_status(200);
 }
@@ -284,4 +382,48 @@ async fn every_response_is_private_and_of_its_own_type_and_origin() {
     let file = crate::operations::admin(&sidecar, &format!("/assets/{name}")).await;
     assert!(file.get("cache-control").unwrap().contains("immutable"), "{:?}", file.get("cache-control"));
     assert_eq!(file.get("x-content-type-options"), Some("nosniff"));
+}
+
+/// These requests need no token. Each connection sends them as fast as it can, and reads the responses.
+#[tokio::test(flavor = "multi_thread")]
+async fn health_is_answered_while_clients_send_health_checks_without_a_pause() {
+    // More than one client may have. More of them would only keep this process busy, in which the probes wait, too.
+    const CONNECTIONS: u32 = 72;
+    let service = Service::new().await.answers(OK);
+    for from_many in [false, true] {
+        let sidecar = Sidecar::start(service.address, &[]).await;
+        let answered = Arc::new(AtomicU64::new(0));
+        let mut floods = Vec::new();
+        for number in 0..CONNECTIONS {
+            let address = LOOPBACK + if from_many { number } else { 0 };
+            // A page of metrics costs as much as fifty other answers. Fifty of them for each client would keep the processors
+            // busy for seconds, for the probes and for all other tests, and would show no more.
+            let (path, at_once) = [("/livez", 50), ("/readyz", 50), ("/metrics", 2)][number as usize % 3];
+            let (to, answered) = (sidecar.admin, answered.clone());
+            floods.push(tokio::spawn(async move {
+                // A connection is closed for another one now and then, and the client connects again.
+                loop {
+                    let mut wire = connect(address, to).await;
+                    while wire.try_send(get(path).repeat(at_once)).await.is_ok() {
+                        let mut count = 0;
+                        while count < at_once {
+                            let Some(head) = wire.try_head().await else { break };
+                            let response = wire.body(head).await;
+                            assert_eq!(response.status(), 200, "{}", response.text());
+                            count += 1;
+                            answered.fetch_add(1, Ordering::SeqCst);
+                        }
+                        if count < at_once {
+                            break;
+                        }
+                    }
+                }
+            }));
+        }
+        let prober = Prober::start(sidecar.admin, answered.clone());
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        prober.end(3).await;
+        floods.iter().for_each(tokio::task::JoinHandle::abort);
+        assert!(answered.load(Ordering::SeqCst) > 0, "they are answered, too");
+    }
 }

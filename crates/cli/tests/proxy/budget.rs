@@ -8,7 +8,7 @@ use crate::support::{Message, Service, Sidecar, TIMEOUT, Wire, request};
 use oncegate_testkit::until;
 
 const BUDGET: usize = 100_000;
-const FLAGS: [&str; 3] = ["--request-budget=100000", "--max-request-body=100000", "--threads=1"];
+const FLAGS: [&str; 3] = ["--request-budget=100000B", "--max-request-body=100000B", "--threads=1"];
 
 fn key() -> String {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
@@ -122,8 +122,8 @@ async fn every_end_of_a_request_gives_its_budget_back() {
 async fn a_body_uses_the_budget_until_a_slow_service_has_read_it() {
     const LARGE: usize = 40 * 1024 * 1024;
     let service = Service::new().await;
-    let budget = format!("--request-budget={LARGE}");
-    let body = format!("--max-request-body={LARGE}");
+    let budget = format!("--request-budget={LARGE}B");
+    let body = format!("--max-request-body={LARGE}B");
     let sidecar = Sidecar::start(service.address, &[&budget, &body, "--threads=1"]).await;
     let mut client = sidecar.connect().await;
     client.send(post(LARGE)).await;

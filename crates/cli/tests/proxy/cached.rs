@@ -101,6 +101,8 @@ async fn redis_caches_the_responses_of_postgres() {
     let third = start(&store, &service).await;
     assert!(third.ask(&asked).await.has_status(200).is_replay());
     assert_eq!(metric(&third, "oncegate_cache_out").await, 1.0);
+    let page = admin(&third, "/metrics").await.text().to_owned();
+    assert!(page.contains("oncegate_store_info{store=\"cached\",place=\"server\","), "{page}");
     let (ok, text) = run(&check);
     assert!(ok && text.contains("warn  cache redis://127.0.0.1:"), "{text}");
     redis.restart().unwrap();
@@ -136,6 +138,10 @@ async fn memory_caches_the_responses_of_a_directory() {
     .await;
     assert!(first.ask(&asked).await.has_status(200).is_replay());
     assert_eq!(metric(&first, "oncegate_cache_claims_total{result=\"hit\"}").await, 1.0);
+    // No other sidecar has its records, so alerts name it.
+    let kept =
+        "oncegate_store_info{store=\"cached\",place=\"process\",durability=\"synced\",fencing=\"monotonic\"}";
+    assert_eq!(metric(&first, kept).await, 1.0);
     assert!(stop_and_read_log(first, &[]).await.contains(&format!("store {store}")));
     // The directory is free again, and has the record.
     let second = start(&store, &service).await;

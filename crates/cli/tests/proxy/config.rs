@@ -271,7 +271,7 @@ async fn routes_have_settings_of_their_own() {
 
         [[route]]
         path = "/uploads"
-        max-request-body = "4"
+        max-request-body = "4B"
 
         [[route]]
         path = "/slow"
@@ -306,6 +306,7 @@ async fn routes_have_settings_of_their_own() {
 
 /// The settings that an example of `oncegate init` needs besides itself: the names of other examples, and lines.
 const COMPANIONS: &[(&str, &[&str], &str)] = &[
+    ("metrics-token-file", &["admin-token-file"], ""),
     ("tls-cert", &["tls-key"], ""),
     ("tls-key", &["tls-cert"], ""),
     ("tls-client-ca", &["tls-cert", "tls-key"], ""),
@@ -334,6 +335,7 @@ async fn each_example_of_a_new_file_works_without_its_mark() {
         ("tls-client-ca.pem", clients.issuer.pem()),
         ("tls-client-crl.pem", clients.list(&[], (4096, 1, 1))),
         ("admin-token-file", "0123456789abcdef".to_owned()),
+        ("metrics-token-file", "fedcba9876543210".to_owned()),
         ("seal-keys-file", String::from_utf8(seal_key.stdout).unwrap()),
         ("id-secret-file", oncegate_core::IdSecret::from_bytes([1; 32]).to_secret_text().to_string()),
         ("jwt-keys", key_set.to_owned()),

@@ -27,13 +27,13 @@ fn said(output: &Output) -> String {
     String::from_utf8([&output.stdout[..], &output.stderr].concat()).unwrap()
 }
 
-async fn in_json(sidecar: &Sidecar, args: &[&str]) -> Value {
+pub(crate) async fn in_json(sidecar: &Sidecar, args: &[&str]) -> Value {
     let output = command(sidecar, &[args, &["--json"]].concat()).await;
     serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{args:?}: {}", said(&output)))
 }
 
 /// Makes a sidecar read its keys again.
-async fn reload(sidecar: &Sidecar, seals: u8) {
+pub(crate) async fn reload(sidecar: &Sidecar, seals: u8) {
     sidecar.process.signal(Signal::HUP);
     let key = id(seals);
     until("the new key seals", async || {
@@ -185,6 +185,49 @@ async fn a_reseal_that_was_killed_half_way_goes_on() {
     }
     assert_eq!(service.requests(), RECORDS);
     stop(sidecar).await;
+}
+
+/// A directory that no process has open: a sidecar that will not start again, or a copy. The command takes its lock.
+#[tokio::test]
+async fn a_directory_that_no_process_has_open_is_sealed_anew() {
+    let (service, ring) = (Service::new().await.answers(CARD), Keys::new(&[1]));
+    let directory = tempfile::tempdir().unwrap();
+    let store = directory.path().join("data").display().to_string();
+    let old = start(&service, &store, &[&ring.flag()]).await;
+    for n in 0..3 {
+        old.ask(&numbered(n)).await.has_status(201);
+    }
+    ring.set(&[2, 1]);
+    let (at, flag) = (format!("--store={store}"), ring.flag());
+    let reseal = async |args: &[&str]| {
+        let output = oncegate(&[&["reseal", at.as_str()], args].concat()).await;
+        (output.status.code(), said(&output))
+    };
+    let (code, words) = reseal(&[&flag]).await;
+    assert!(code == Some(1) && words.contains("in use by") && words.contains("leave out --store"), "{words}");
+    stop(old).await;
+    let (code, words) = reseal(&[]).await;
+    assert!(code == Some(2) && words.contains("--seal-keys-file"), "{words}");
+    let (code, words) = reseal(&[&flag, "--dry-run"]).await;
+    assert!(code == Some(0) && words.contains("         3  would be sealed anew"), "{words}");
+    let only_new = Keys::new(&[2]);
+    let (code, words) = reseal(&[&only_new.flag()]).await;
+    assert!(code == Some(1) && words.contains(&format!("the key {}, which was not given", id(1))), "{words}");
+    let (code, words) = reseal(&[&flag, "--compact"]).await;
+    assert!(code == Some(0) && words.contains("         3  sealed anew"), "{words}");
+    let (code, words) = reseal(&[&flag, "--json"]).await;
+    assert!(code == Some(0) && words.contains("\"up_to_date\":3"), "{words}");
+    // No store is made where there is none, and no other user's files are written.
+    let nowhere = directory.path().join("nowhere");
+    let output = oncegate(&["reseal", &format!("--store={}", nowhere.display()), &flag]).await;
+    assert!(!output.status.success() && !nowhere.exists(), "{}", said(&output));
+
+    let new = start(&service, &store, &[&only_new.flag(), "--seal-required"]).await;
+    for n in 0..3 {
+        assert!(new.ask(&numbered(n)).await.has_status(201).is_replay());
+    }
+    assert_eq!(service.requests(), 3);
+    stop(new).await;
 }
 
 /// Two sidecars serve while a third command walks through their store. The database has what the sidecars have written.

@@ -203,6 +203,83 @@ async fn find_shows_the_records_of_a_key_for_all_callers_and_both_letter_cases()
     assert_eq!(json["records"].as_array().unwrap().len(), 1, "{json}");
     let none = run_keys(&sidecar, &["find", "--key", "order-9"]).await.unwrap_err();
     assert!(none.contains("no record has this key"), "{none}");
-    let json = run_keys(&sidecar, &["find", "--key", "order-9", "--json"]).await.unwrap();
-    assert_eq!(serde_json::from_str::<serde_json::Value>(&json).unwrap()["records"], serde_json::json!([]));
+    let none = run_keys(&sidecar, &["find", "--key", "order-9", "--json"]).await.unwrap_err();
+    assert!(none.contains("no record has this key"), "{none}");
+}
+
+/// A sidecar with this many records whose outcome is unknown, and their identifiers.
+async fn unknown_records(count: usize) -> (Sidecar, FixedService, Vec<String>) {
+    let service = Service::new().await.answers(UNKNOWN);
+    let sidecar = Sidecar::start(service.address, &["--store=memory:"]).await;
+    for number in 0..count {
+        let key = format!("Idempotency-Key: \"many-{number}\"");
+        sidecar.ask(&request("POST", "/orders", &[&key], "{}")).await;
+    }
+    let listed = run_keys(&sidecar, &["ls", "--state", "unknown", "--json"]).await.unwrap();
+    let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
+    let records = listed["records"].as_array().unwrap().iter();
+    let records: Vec<_> = records.map(|record| record["record"].as_str().unwrap().to_owned()).collect();
+    assert_eq!(records.len(), count);
+    (sidecar, service, records)
+}
+
+/// The exit code and the two outputs of a command.
+async fn run_to_end(sidecar: &Sidecar, args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.arg("keys").args(args).env_clear().env("ONCEGATE_ADMIN", sidecar.admin.to_string());
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn several_records_are_changed_with_one_command() {
+    let (sidecar, service, records) = unknown_records(4).await;
+    let [a, b, c, d] = [0, 1, 2, 3].map(|at| records[at].as_str());
+    let why = ["--reason", "looked them up"];
+    // One record twice counts once.
+    let args = [&["resolve", a, b, a, "--status=201", "--body=right"][..], &why].concat();
+    let (code, out, err) = run_to_end(&sidecar, &args).await;
+    let lines = format!("{a}: unknown → completed\n{b}: unknown → completed\n2 of 2 records were changed\n");
+    assert_eq!((code, out, err), (Some(0), lines, String::new()));
+
+    // One that is refused does not keep the others, and the exit code says so.
+    let args = [&["resolve", a, "feedfacefeed", c, "--tombstone"][..], &why].concat();
+    let (code, out, err) = run_to_end(&sidecar, &args).await;
+    assert_eq!(code, Some(1), "{out}{err}");
+    assert_eq!(out, format!("{c}: unknown → tombstone\n1 of 3 records were changed\n"));
+    let lines: Vec<_> = err.lines().collect();
+    assert!(
+        lines[0].starts_with(&format!("error: {a}: ")) && lines[0].contains("resolve it with --amend"),
+        "{err}"
+    );
+    assert!(lines[1].starts_with("error: feedfacefeed: There is no such record"), "{err}");
+    assert_eq!(lines[2..], ["error: 2 of 3 records were not changed"]);
+
+    // For programs: one object for each record.
+    let args = [&["park", a, c, d, "--json"][..], &why].concat();
+    let (code, out, err) = run_to_end(&sidecar, &args).await;
+    assert_eq!(code, Some(1), "{out}{err}");
+    let objects = serde_json::Deserializer::from_str(&out).into_iter::<serde_json::Value>();
+    let objects: Vec<_> = objects.map(Result::unwrap).collect();
+    assert_eq!(objects.len(), 3, "{out}");
+    assert_eq!((&objects[0]["record"], &objects[0]["state"]), (&a.into(), &"unknown".into()));
+    assert_eq!(objects[2]["record"], *d);
+    assert!(objects[2]["error"].as_str().unwrap().contains("It is unknown already"), "{out}");
+
+    let args = [&["release", a, c, d, "--force"][..], &why].concat();
+    let (code, out, _) = run_to_end(&sidecar, &args).await;
+    assert!(code == Some(0) && out.ends_with("3 of 3 records were changed\n"), "{out}");
+    assert_eq!(service.requests(), 4);
+
+    // The sidecar is gone: nothing else is tried.
+    let mut gone = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    gone.args(["keys", "release", a, b, "--json", "--admin", "127.0.0.1:1"]).args(why).env_clear();
+    let output = tokio::task::spawn_blocking(move || gone.output().unwrap()).await.unwrap();
+    assert_eq!(output.status.code(), Some(3), "{output:?}");
+    let out = String::from_utf8(output.stdout).unwrap();
+    let objects = serde_json::Deserializer::from_str(&out).into_iter::<serde_json::Value>();
+    let objects: Vec<_> = objects.map(Result::unwrap).collect();
+    assert!(objects.len() == 2 && objects[1]["record"] == *b, "{out}");
+    assert!(objects[1]["error"].as_str().unwrap().starts_with("not tried"), "{out}");
 }

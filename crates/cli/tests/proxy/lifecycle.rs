@@ -71,6 +71,7 @@ async fn a_running_request_is_finished_and_durable() {
         wire.send(OK).await;
         assert_eq!(client.message().await.has_status(200).text(), "ok");
         client.ends().await;
+        world.sidecar.process.logs("stopped took=").await;
         assert!(world.sidecar.process.ended().await.success());
         world.restart(&[threads]).await;
         let replay = world.retry().await;

@@ -232,6 +232,13 @@ async fn the_level_of_the_log_changes_while_requests_run_and_falls_back() {
         refused.is_problem(400, "bad-request");
         assert!(refused.json()["detail"].as_str().unwrap().contains(why), "{body}: {}", refused.text());
     }
+    let long = format!("{{\"level\":\"{}\"}}", "debug,".repeat(10_000));
+    level(&sidecar, "PUT", &long).await.is_problem(400, "bad-request");
+    level(&sidecar, "PUT", r#"{"level":"warn"}"#).await.has_status(200);
+    let changes = "an operator changes the level of the log";
+    until("the change is logged", async || sidecar.process.error_lines(changes).len() == 3).await;
+    let refused: Vec<_> = sidecar.process.error_lines("debgu");
+    assert!(refused.is_empty(), "the log tells of a change that was refused: {refused:?}");
 }
 
 /// A frame of HTTP/2 with the fields of a request, in the form of HPACK that needs no table.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use oncegate_testkit::until;
 use rustix::process::Signal;
 use socket2::SockRef;
-use tokio::io::AsyncWriteExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::support::{Message, Service, Sidecar, request};
 use crate::{KEY, OK};
@@ -34,7 +34,7 @@ fn record_of(problem: &Message) -> String {
 #[tokio::test]
 async fn an_unknown_outcome_is_logged_once_counted_and_named_in_the_response() {
     let service = Service::new().await;
-    let sidecar = Sidecar::start(service.address, &["--upstream-timeout=200ms"]).await;
+    let mut sidecar = Sidecar::start(service.address, &["--upstream-timeout=200ms"]).await;
     let asked = request("POST", "/orders", &[KEY], "{}");
     let first = sidecar.ask(&asked).await;
     first.is_problem(504, "outcome-unknown");
@@ -44,6 +44,7 @@ async fn an_unknown_outcome_is_logged_once_counted_and_named_in_the_response() {
         again.is_problem(500, "outcome-unknown");
         assert_eq!(record_of(&again), record);
     }
+    sidecar.process.logs(UNKNOWN).await;
     let logged = sidecar.process.error_lines(UNKNOWN);
     assert_eq!(logged.len(), 1, "{logged:#?}");
     let reason = "reason=\"the service did not answer in time\"";
@@ -230,13 +231,23 @@ async fn requests_whose_clients_leave_are_counted_and_logged() {
     wire.message().await;
     // Waits for the response of the first one.
     let waiting = connect(&keyed).await;
-    until("it waits", async || series(&sidecar, "oncegate_requests_in_flight").await == Some(2.0)).await;
+    let in_flight = async |count: f64| {
+        until(format!("{count} requests are in flight"), async || {
+            series(&sidecar, "oncegate_requests_in_flight").await == Some(count)
+        })
+        .await;
+    };
+    in_flight(2.0).await;
     leave(waiting);
     counted("client-left", "none", 1.0).await;
-    // Half a request.
-    let sending =
-        connect("POST /half HTTP/1.1\r\nHost: a\r\nIdempotency-Key: half\r\nContent-Length: 9\r\n\r\n{")
-            .await;
+    // It is counted before it ends.
+    in_flight(1.0).await;
+    // Half a request. A reset connection loses what was not read yet, so it waits until the sidecar asks for the body.
+    let head = "POST /half HTTP/1.1\r\nHost: a\r\nIdempotency-Key: half\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n";
+    let mut sending = connect(head).await;
+    let mut interim = [0; 12];
+    sending.read_exact(&mut interim).await.unwrap();
+    assert_eq!(&interim, b"HTTP/1.1 100");
     leave(sending);
     counted("request-incomplete", "4xx", 1.0).await;
     // Its execution goes on.

@@ -138,7 +138,7 @@ impl Authority {
         TlsConnector::from(Arc::new(config))
     }
 
-    fn server(&self, protocols: &[&[u8]]) -> TlsAcceptor {
+    pub(crate) fn server(&self, protocols: &[&[u8]]) -> TlsAcceptor {
         let chain = vec![CertificateDer::from_pem_file(self.file("cert.pem")).unwrap()];
         let key = PrivateKeyDer::from_pem_file(self.file("key.pem")).unwrap();
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());

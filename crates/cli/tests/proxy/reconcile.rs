@@ -576,7 +576,7 @@ async fn a_request_that_happened_is_never_executed_again_even_if_it_cannot_be_re
             "x".repeat(101)
         )),
     ] {
-        let world = World::new(&["--max-response-body=100"]).await;
+        let world = World::new(&["--max-response-body=100B"]).await;
         world.ledger.will_say([reply]);
         for _ in 0..2 {
             world.settled().await.is_problem(422, "replay-unavailable");
@@ -592,7 +592,7 @@ async fn a_request_that_happened_is_never_executed_again_even_if_it_cannot_be_re
     )]);
     world.settled().await.is_problem(422, "replay-unavailable");
     // A reply at the limit is stored.
-    let world = World::new(&["--max-response-body=100"]).await;
+    let world = World::new(&["--max-response-body=100B"]).await;
     world.ledger.will_say([Reply::marked("200 OK", "happened", "", vec![b'x'; 100])]);
     assert_eq!(world.settled().await.has_status(200).body.len(), 100);
 }

@@ -221,6 +221,39 @@ async fn a_running_request_survives_a_reload_and_the_service_may_move() {
     .await;
 }
 
+/// At the limit of connections, each thread has accepted one that waits for a place.
+#[tokio::test]
+async fn a_connection_that_waits_for_a_place_survives_a_reload() {
+    const SETTINGS: &str = "max-connections = 4\n";
+    let service = Service::new().await.answers(OK);
+    let mut world = World::start(service.address, SETTINGS).await;
+    let plain = request("GET", "/", &[], "");
+    let mut open = Vec::new();
+    for _ in 0..4 {
+        let mut wire = world.sidecar.connect().await;
+        wire.send(&plain).await;
+        wire.message().await.has_status(200);
+        open.push(wire);
+    }
+    let mut waiting = Vec::new();
+    for _ in 0..4 {
+        let mut wire = world.sidecar.connect().await;
+        wire.send(&plain).await;
+        waiting.push(wire);
+    }
+    world.sidecar.process.logs("max-connections is reached").await;
+    for _ in 0..3 {
+        world.reload(SETTINGS, RELOADED).await;
+        for wire in &mut waiting {
+            wire.stays_silent().await;
+        }
+    }
+    drop(open);
+    for wire in &mut waiting {
+        wire.message().await.has_status(200);
+    }
+}
+
 #[tokio::test]
 async fn a_reload_changes_the_admin_token() {
     let service = Service::new().await.answers(OK);

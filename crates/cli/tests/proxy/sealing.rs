@@ -17,7 +17,7 @@ use crate::operations::{admin, series};
 use crate::support::{FixedService, Message, Service, Sidecar, request, sidecar, within};
 
 /// A part of every response of the service, and of no log.
-const SECRET: &str = "4111-secret-1111";
+pub(crate) const SECRET: &str = "4111-secret-1111";
 pub(crate) const CARD: &str = "HTTP/1.1 201 Created\r\nContent-Type: application/json\r\nContent-Length: 53\r\n\r\n\
     {\"card\":{\"number\":\"4111-secret-1111\",\"holder\":\"Ann\"}}";
 
@@ -614,6 +614,26 @@ async fn a_program_prints_the_keys_and_its_failures_name_no_key() {
     let text = String::from_utf8(ended.stderr).unwrap();
     assert!(!ended.status.success() && text.contains("error: seal-keys-command: "), "{text}");
     assert!(!text.contains("ogseal1_") && !store.exists(), "{text}");
+}
+
+#[tokio::test]
+async fn a_signal_stops_a_sidecar_whose_program_for_keys_hangs() {
+    let directory = tempfile::tempdir().unwrap();
+    let begun = directory.path().join("begun");
+    let config = directory.path().join("oncegate.toml");
+    let script = format!("touch {}; sleep 1000", begun.display());
+    fs::write(&config, format!("seal-keys-command = [\"/bin/sh\", \"-c\", {script:?}]\n")).unwrap();
+    for signal in [Signal::TERM, Signal::INT] {
+        let mut command = self::sidecar("http://127.0.0.1:9");
+        command.arg(format!("--config={}", config.display())).env("ONCEGATE_STORE", "memory:");
+        let mut process = crate::support::Process::start(&mut command);
+        until("the program runs", async || begun.exists()).await;
+        process.signal(signal);
+        // Not by the error about a program that did not end in time.
+        let status = process.ended().await;
+        assert!(status.success(), "{status}");
+        fs::remove_file(&begun).unwrap();
+    }
 }
 
 #[tokio::test]

@@ -120,7 +120,7 @@ async fn observes(service: &FixedService, sidecar: &Sidecar) {
     assert_eq!(series(sidecar, "oncegate_events_total{event=\"executing\"}").await, Some(0.0));
 }
 
-const FLAGS: [&str; 3] = ["--shadow", "--require-key", "--max-request-body=100"];
+const FLAGS: [&str; 3] = ["--shadow", "--require-key", "--max-request-body=100B"];
 
 #[tokio::test]
 async fn all_requests_pass_and_are_counted_by_what_would_have_been_done() {

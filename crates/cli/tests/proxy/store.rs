@@ -103,6 +103,41 @@ async fn a_full_disk_refuses_new_keys_and_replays_stored_ones_even_after_a_resta
     assert!(sidecar.process.ended().await.success());
 }
 
+/// The system ends a process that writes beyond its limit of file sizes, unless the process expects that.
+#[tokio::test]
+async fn a_limit_of_file_sizes_refuses_new_keys_and_ends_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = format!("--store={}", directory.path().join("store").display());
+    let service = Service::new().await.answers(OK);
+    let mut sidecar = Sidecar::start(service.address, &[&store]).await;
+    sidecar.ask(&post("done")).await.has_status(200);
+    sidecar.process.signal(Signal::TERM);
+    assert!(sidecar.process.ended().await.success());
+    // In units of 512 or 1024 bytes: less than any segment has.
+    let mut command = tokio::process::Command::new("sh");
+    command.args(["-c", "ulimit -f 900; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_oncegate"), "proxy"]);
+    command.args(["--listen=127.0.0.1:0", "--admin=127.0.0.1:0", &store]);
+    command.arg(format!("--to=http://{}", service.address)).env("ONCEGATE_SERVICE", "tests");
+    let mut sidecar = Sidecar::run(&mut command).await;
+    let mut number = 0;
+    until("new keys are refused", async || {
+        number += 1;
+        sidecar.ask(&post(&format!("new-{number}"))).await.status() == 503
+    })
+    .await;
+    until("the sidecar says why", async || {
+        let refused = ready(&sidecar).await;
+        refused.status() == 503 && refused.text().contains("File too large")
+    })
+    .await;
+    let served = service.requests();
+    sidecar.ask(&post("newer")).await.is_problem(503, "store-unavailable");
+    assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
+    assert_eq!(service.requests(), served);
+    sidecar.process.signal(Signal::TERM);
+    assert!(sidecar.process.ended().await.success());
+}
+
 #[tokio::test]
 async fn check_warns_of_a_full_disk() {
     let disk = Disk::new("64m");
@@ -236,6 +271,9 @@ async fn a_clock_jump_ahead_expires_nothing_and_is_reported_until_accepted() {
     let mut sidecar = timed(directory.path(), &service, &clock).await;
     sidecar.ask(&post("done")).await.has_status(200);
     assert_eq!(ready(&sidecar).await.has_status(200).text(), "ready\n");
+    let json = oncegate_clock(&sidecar, &["show", "--json"]).await;
+    let agreeing: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert!(agreeing["direction"].is_null() && agreeing["seconds"] == 0, "{json}");
     set(&clock, "+40d");
     assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
     sidecar.ask(&post("meanwhile")).await.has_status(200);
@@ -256,6 +294,15 @@ async fn a_clock_jump_ahead_expires_nothing_and_is_reported_until_accepted() {
     let shown = oncegate_clock(&sidecar, &["show"]).await;
     assert!(shown.contains("ahead of the time of the store (the machine has"), "{shown}");
     assert!(shown.contains("the retention of 1 of 2 records ends at once"), "{shown}");
+    // The members are the same in every state.
+    let json = oncegate_clock(&sidecar, &["show", "--json"]).await;
+    let ahead: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert!(
+        ahead["direction"] == "ahead" && ahead["records_ending"] == 1 && ahead["complete"] == true,
+        "{json}"
+    );
+    let names = |value: &serde_json::Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    assert_eq!(names(&ahead), names(&agreeing));
     // Another step than the one that was seen is refused, and so is one without a reason.
     let step = "{\"reason\":\"r\",\"ahead_seconds\":1000}";
     let post_clock = async |body: &str| {
@@ -282,6 +329,31 @@ async fn a_clock_jump_ahead_expires_nothing_and_is_reported_until_accepted() {
     assert!(sidecar.ask(&post("meanwhile")).await.has_status(200).is_replay());
     assert!(!sidecar.ask(&post("done")).await.has_status(200).is_replay(), "40 days later the key is new");
     assert_eq!(service.requests(), 3);
+}
+
+/// The count of unsettled records runs every few seconds, and the acceptance may be faster.
+#[tokio::test]
+async fn an_unknown_outcome_that_ends_by_an_accepted_clock_is_reported_however_young_it_is() {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = directory.path().join("clock");
+    set(&clock, "+0");
+    let silent = Service::new().await;
+    let mut command = sidecar(&format!("http://{}", silent.address));
+    command
+        .args(["--upstream-timeout=100ms", &format!("--store={}", directory.path().join("store").display())])
+        .env("LD_PRELOAD", faketime())
+        .env("FAKETIME_TIMESTAMP_FILE", &clock)
+        .env("FAKETIME_NO_CACHE", "1")
+        .env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
+    let mut sidecar = Sidecar::run(&mut command).await;
+    sidecar.ask(&post("lost")).await.is_problem(504, "outcome-unknown");
+    set(&clock, "+40d");
+    until("the jump is noticed", async || ready(&sidecar).await.text().contains("was set ahead")).await;
+    let accepted = oncegate_clock(&sidecar, &["accept", "--reason", "the machine was paused"]).await;
+    assert!(accepted.starts_with("accepted: "), "{accepted}");
+    sidecar.process.logs("a record was removed at the end of its retention").await;
+    let metrics = admin(&sidecar, "/metrics").await;
+    assert!(metrics.text().contains("oncegate_unsettled_expired_total 1"), "{}", metrics.text());
 }
 
 #[tokio::test]

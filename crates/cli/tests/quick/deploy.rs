@@ -58,8 +58,35 @@ fn the_configurations_are_valid() {
         let (_, config) = config.split_once("oncegate.toml: |\n").unwrap();
         let config: String = config.lines().map(|line| format!("{}\n", line.trim_start())).collect();
         // In capitals is what users replace.
-        is_accepted(manifest, &config.replace("PAYMENTS.example.svc", "127.0.0.1"));
+        let config = config.replace("PAYMENTS.example.svc", "127.0.0.1");
+        // With what its comments propose, too.
+        for config in [config.replace("#trusted-proxies", "trusted-proxies"), config] {
+            is_accepted(manifest, &config);
+            let said = String::from_utf8(check(&config).stdout).unwrap();
+            assert!(!said.contains("a stop waits only for"), "{manifest}: {said}");
+        }
     }
+}
+
+/// A number of pods in the manifest would undo that of the autoscaler with each `kubectl apply`.
+#[test]
+fn what_an_autoscaler_scales_names_no_number_of_pods() {
+    for manifest in ["sidecar", "gateway"] {
+        let documents = documents(&format!("deploy/kubernetes/{manifest}.yaml"));
+        let is_scaled = documents.iter().any(|text| text.contains("kind: HorizontalPodAutoscaler"));
+        let deployment = documents.iter().find(|text| text.contains("kind: Deployment")).unwrap();
+        let has_number = deployment.lines().any(|line| line.trim_start().starts_with("replicas:"));
+        assert_ne!(is_scaled, has_number, "{manifest}");
+    }
+}
+
+/// A start that is refused takes milliseconds, and systemd gives up after five of them by default.
+#[test]
+fn systemd_never_gives_up_on_the_unit() {
+    let unit = read("deploy/systemd/oncegate.service");
+    let (of_unit, of_service) = unit.split_once("[Service]").unwrap();
+    assert!(of_unit.lines().any(|line| line == "StartLimitIntervalSec=0"), "{unit}");
+    assert!(of_service.lines().any(|line| line == "Restart=always"), "{unit}");
 }
 
 /// `OncegateDown` notices a sidecar that was never scraped only by such a job.

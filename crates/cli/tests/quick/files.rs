@@ -50,6 +50,7 @@ fn a_dump_has_each_value_with_its_source_and_no_secret() {
     let variables = [
         ("ONCEGATE_STORE", "postgres://app:hunter2@db.example/shop?sslmode=require"),
         ("ONCEGATE_ADMIN_TOKEN", "hunter2-hunter2-hunter2"),
+        ("ONCEGATE_METRICS_TOKEN", "hunter2-for-metrics-alone"),
         ("ONCEGATE_SERVICE", "shop"),
     ];
     let args = ["config", "dump", "--config", "oncegate.toml", "--lease", "20s"];
@@ -65,6 +66,7 @@ fn a_dump_has_each_value_with_its_source_and_no_secret() {
     assert_eq!(line("methods"), "methods = [\"POST\", \"PUT\"] # oncegate.toml:2:11: methods");
     assert_eq!(line("store"), "store = \"postgres://…@db.example/shop?…\" # ONCEGATE_STORE, not shown whole");
     assert_eq!(line("admin-token"), "#admin-token = \"…\" # ONCEGATE_ADMIN_TOKEN, not shown whole");
+    assert_eq!(line("metrics-token"), "#metrics-token = \"…\" # ONCEGATE_METRICS_TOKEN, not shown whole");
     assert_eq!(line("max-in-flight"), "#max-in-flight = 2048 # default");
     assert_eq!(line("require-key"), "#require-key = false # profile ietf");
     assert_eq!(line("tls-cert"), "#tls-cert # default: no TLS");
@@ -83,7 +85,9 @@ fn a_dump_has_each_value_with_its_source_and_no_secret() {
     assert_eq!(again.status.code(), Some(0), "{again:?}");
     let values = |dump: &str| -> Vec<String> {
         let shown = dump.lines().filter(|line| {
-            !line.contains("store =") && !line.contains("admin-token") && !line.contains("config")
+            ["store =", "admin-token", "metrics-token", "config"]
+                .iter()
+                .all(|left_out| !line.contains(left_out))
         });
         shown.map(|line| line.split("  #").next().unwrap().trim_end().to_owned()).collect()
     };

@@ -66,6 +66,54 @@ fn each_mistake_in_the_file_has_a_hint() {
     }
 }
 
+/// A value at the wrong setting may be a secret.
+#[test]
+fn no_error_repeats_the_password_of_a_url() {
+    let dir = tempfile::tempdir().unwrap();
+    for line in [
+        "listen = \"postgres://u:hush@h/d\"",
+        "methods = [\"postgres://u:hush@h/d\"]",
+        "max-in-flight = \"redis://:hush@h\"",
+        "drain-timeout = \"https://h/?token=hush\"",
+    ] {
+        fs::write(dir.path().join("f.toml"), format!("to = \"http://127.0.0.1:3000\"\n{line}\n")).unwrap();
+        let (code, text) = ended(dir.path(), &["check", "--config=f.toml"]);
+        assert!(code == 1 && !text.contains("hush"), "{line}: {code} {text}");
+    }
+    let listen = ["check", "--to=http://127.0.0.1:3000", "--listen=postgres://u:hush@h/d"];
+    let (code, text) = ended(dir.path(), &listen);
+    assert!(code == 1 && text.contains("postgres://…h/d") && !text.contains("hush"), "{code} {text}");
+}
+
+#[test]
+fn a_command_line_in_one_word_is_not_repeated() {
+    let dir = tempfile::tempdir().unwrap();
+    let command = "--seal-keys-command=/nowhere/curl -s -H X-Vault-Token:hush https://vault/v1/k";
+    for more in [&[][..], &["--online"]] {
+        let args = [&["check", "--to=http://127.0.0.1:9", "--store=memory:", command], more].concat();
+        let (_, text) = ended(dir.path(), &args);
+        assert!(text.contains("curl …") && !text.contains("hush"), "{text}");
+    }
+    let (code, text) = ended(dir.path(), &["proxy", "--to=http://127.0.0.1:9", "--store=memory:", command]);
+    assert!(code == 1 && text.contains("are separated by commas") && !text.contains("hush"), "{text}");
+}
+
+#[test]
+fn a_file_without_an_end_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let zero = "/dev/zero";
+    for args in [
+        &["check", "--to=http://127.0.0.1:9", "--env-file", zero][..],
+        &["check", "--to=http://127.0.0.1:9", "--store=memory:", "--admin-token-file", zero],
+        &["check", "--to=http://127.0.0.1:9", "--store=memory:", "--tls-cert", zero, "--tls-key", zero],
+        &["check", "--config", zero],
+        &["keys", "ls", "--token-file", zero],
+    ] {
+        let (code, text) = ended(dir.path(), args);
+        assert!(code != 0 && text.contains("it is larger than "), "{args:?}: {code} {text}");
+    }
+}
+
 #[test]
 fn a_file_of_init_that_is_not_read_is_named() {
     let dir = tempfile::tempdir().unwrap();

@@ -109,6 +109,20 @@ fn keys_separates_wrong_usage_from_an_unreachable_sidecar() {
     assert_eq!(gone.status.code(), Some(3), "{gone:?}");
     assert!(text(&gone.stderr).starts_with("error: cannot reach the sidecar at "), "{gone:?}");
     assert_eq!(text(&gone.stdout), "");
+    let database = "--url=postgres://owner@127.0.0.1:1/shop";
+    for command in [["schema", "status", "postgres"], ["schema", "apply", "postgres"]] {
+        let gone = oncegate(dir.path(), &[&command[..], &[database]].concat());
+        assert_eq!(gone.status.code(), Some(3), "{gone:?}");
+        assert!(
+            text(&gone.stderr).starts_with("error: postgres://127.0.0.1:1/shop cannot be used"),
+            "{gone:?}"
+        );
+    }
+    let wrong = oncegate(dir.path(), &["schema", "status", "postgres", "--url=postgres://owner@/?x=y"]);
+    assert_eq!(wrong.status.code(), Some(1), "{wrong:?}");
+    let usage = oncegate(dir.path(), &["tap", "--outcome", "bogus"]);
+    assert_eq!(usage.status.code(), Some(2), "{usage:?}");
+    assert!(text(&usage.stderr).contains("failed-open"), "{usage:?}");
     let usage = oncegate(dir.path(), &["keys", "ls", "--limit", "0"]);
     assert_eq!(usage.status.code(), Some(2), "{usage:?}");
     let usage = oncegate(dir.path(), &["keys", "resolve", "00", "--reason", "r"]);

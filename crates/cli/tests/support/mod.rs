@@ -26,7 +26,7 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 const START_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// The longest time for all checks of a program: a browser on a machine with little to spare visits a hundred pages.
-const CHECKS_TIMEOUT: Duration = Duration::from_secs(400);
+const CHECKS_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// The output of the future, which must arrive in time.
 pub(crate) fn within<T>(what: impl fmt::Display, future: impl Future<Output = T>) -> impl Future<Output = T> {

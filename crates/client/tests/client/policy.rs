@@ -719,3 +719,42 @@ fn an_intent_has_an_absolute_address() {
     assert!(pay().with_header("bad name", "x").is_err());
     assert!(pay().with_header("x", "bad\nvalue").is_err());
 }
+
+/// A clock that a test sets ahead, as that of a machine which was suspended: tokio's clock stands still then.
+#[derive(Debug)]
+struct Wall {
+    clock: TokioClock,
+    ahead: std::sync::atomic::AtomicU64,
+}
+
+impl oncegate_core::Clock for Wall {
+    fn now(&self) -> Timestamp {
+        let ahead = self.ahead.load(std::sync::atomic::Ordering::SeqCst);
+        Timestamp::from_millis(self.clock.now().as_millis() + ahead)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_that_grew_too_old_while_the_machine_was_suspended_is_not_sent_again() {
+    const DAY: u64 = 24 * 3_600_000;
+    for (suspended, attempts) in [(DAY + 1, 1), (DAY / 2, 2)] {
+        let service = Service::new([Act::Fails(AttemptFailureKind::Doubtful), answers(201)]);
+        let clock = TokioClock::at_millis(START);
+        let wall = Arc::new(Wall { clock, ahead: 0.into() });
+        let client = client(&service, policy()).with_clock(wall.clone());
+        let suspends = async {
+            // In the middle of the first pause.
+            while service.keys().is_empty() {
+                tokio::task::yield_now().await;
+            }
+            wall.ahead.store(suspended, std::sync::atomic::Ordering::SeqCst);
+        };
+        let intent = pay();
+        let (sent, ()) = tokio::join!(client.send(&intent), suspends);
+        assert_eq!(service.keys().len(), attempts, "the service may have forgotten the key");
+        match sent {
+            Ok(_) => assert_eq!(attempts, 2),
+            Err(error) => assert_eq!((attempts, error.kind()), (1, SendErrorKind::KeyLifetime)),
+        }
+    }
+}

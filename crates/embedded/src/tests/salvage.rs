@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    Command, Complete, Completion, Outcome, Record, RecordId, Release, Resolution, Resolve, State,
-    Store as _, StoreErrorKind, StoredResponse, codec,
+    Command, Complete, Completion, ID_SECRET_RECORD, Outcome, Record, RecordId, Release, Resolution, Resolve,
+    State, Store as _, StoreErrorKind, StoredResponse, codec,
 };
 use oncegate_testkit::{ManualClock, block_on, record_id as id};
 
@@ -287,6 +287,51 @@ fn an_uncertain_record_stays_unknown_until_an_operator_resolves_it() {
     assert!(token(&block_on(store.apply(id(1), claim(5))).unwrap()) > third);
 }
 
+/// A damaged mark stops all keys of the copy, so the report says so. The mark of a copy with other losses stays what it is.
+#[test]
+fn a_damaged_mark_of_an_id_secret_is_reported_in_words() {
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
+    let store = open(&disk, clock.clone()).unwrap();
+    block_on(store.apply(ID_SECRET_RECORD, claim(9))).unwrap();
+    complete_one(&store, 1, 10);
+    complete_one(&store, 2, 10);
+    drop(store);
+    let image = disk.after_kill();
+    let damaged = |record: RecordId| {
+        let mut image = image.clone();
+        let bytes = image.values_mut().find_map(|bytes| {
+            let at = bytes.windows(32).position(|window| window == record.as_bytes())?;
+            Some(&mut bytes[at + 40])
+        });
+        *bytes.unwrap() ^= 1;
+        salvaged(&image, &clock).unwrap()
+    };
+    let (report, _) = damaged(ID_SECRET_RECORD);
+    assert_eq!((&*report.unreadable, report.has_mark), (&[ID_SECRET_RECORD][..], false));
+    let advice = report.mark_advice().unwrap();
+    assert!(advice.contains("mark of the id secret") && advice.contains("Restore a backup"), "{advice}");
+    let (report, store) = damaged(id(2));
+    assert!(!report.lost.is_empty() && report.has_mark && report.mark_advice().is_none(), "{report:?}");
+    let mark = block_on(store.lookup(ID_SECRET_RECORD)).unwrap().unwrap();
+    assert!(matches!(mark.state, State::InProgress { .. }) && report.unknown.is_empty(), "{mark:?}");
+
+    let (disk, clock) = (SimDisk::default(), Arc::new(ManualClock::at_millis(1_700_000_000_000)));
+    let store = open(&disk, clock.clone()).unwrap();
+    complete_one(&store, 1, 10);
+    complete_one(&store, 2, 10);
+    drop(store);
+    let (report, _) = salvaged(&disk.after_kill(), &clock).unwrap();
+    assert!(report.mark_advice().is_none(), "nothing is lost: {report:?}");
+    let mut image = disk.after_kill();
+    let newest = image.values_mut().find_map(|bytes| {
+        let at = bytes.windows(32).rposition(|window| window == id(2).as_bytes())?;
+        Some(&mut bytes[at + 40])
+    });
+    *newest.unwrap() ^= 1;
+    let (report, _) = salvaged(&image, &clock).unwrap();
+    assert!(report.mark_advice().unwrap().contains("no mark of an id secret"), "{report:?}");
+}
+
 #[test]
 fn a_copy_is_made_only_in_an_empty_directory_outside_of_the_store() {
     let dir = tempfile::tempdir().unwrap();
@@ -314,6 +359,29 @@ fn a_copy_is_made_only_in_an_empty_directory_outside_of_the_store() {
     assert!(!to.join(".salvage").exists());
     assert!(to.join("mark").exists() && !to.join("salvaged").exists(), "nothing is lost");
     assert!(super::is_replayed(&EmbeddedStore::open(&*to).unwrap(), 1, 10));
+}
+
+/// The mark of an id secret is no record of a request: no report counts it, and no operator has to resolve it.
+#[test]
+fn the_mark_of_an_id_secret_is_copied_as_it_is_and_not_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+    let store = EmbeddedStore::open(&*from).unwrap();
+    block_on(store.apply(ID_SECRET_RECORD, claim(9))).unwrap();
+    complete_one(&store, 1, 10);
+    let before = std::fs::read(from.join("00000001.log")).unwrap();
+    complete_one(&store, 3, 10);
+    let mark = block_on(store.lookup(ID_SECRET_RECORD)).unwrap();
+    drop(store);
+    std::fs::write(from.join("00000001.log"), before).unwrap();
+    let report = crate::salvage(&EmbeddedOptions::new(&from), &to).unwrap();
+    assert_eq!((report.records, report.unknown, report.lost.len()), (1, vec![], 1));
+    let checked = crate::check(&EmbeddedOptions::new(&to)).unwrap();
+    assert!(checked.has_mark);
+    assert_eq!(checked.records.values().sum::<u64>(), 1, "{:?}", checked.records);
+    std::fs::remove_file(to.join("salvaged")).unwrap();
+    let store = EmbeddedStore::open(&*to).unwrap();
+    assert_eq!(block_on(store.lookup(ID_SECRET_RECORD)).unwrap(), mark);
 }
 
 /// The copy of a store that lost its end is opened only when an operator has accepted the loss.

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use crate::support::{Events, settle};
 use oncegate_core::{
-    Command, Completion, Fingerprint, Label, MemoryStore, Outcome, RecordId, Store, StoreError,
-    StoreErrorKind, StoredResponse,
+    Command, Completion, Fingerprint, Label, ListPage, ListQuery, MemoryStore, Outcome, RecordId, Store,
+    StoreError, StoreErrorKind, StoreFuture, StoredResponse, delegate_store,
 };
 use oncegate_engine::{
     Breaker, BreakerState, ClaimOutcome, ClaimRequest, Engine, EventKind, Policy, SettleOutcome,
@@ -126,6 +126,80 @@ async fn errors_that_do_not_concern_availability_do_not_open_the_breaker() {
     }
     assert_eq!((breaker.openings(), breaker.is_degraded()), (0, false));
     assert_eq!(faults.calls(Operation::Check), 0, "no probe was needed");
+}
+
+/// A page for an operator must never stop requests with a key.
+#[tokio::test(start_paused = true)]
+async fn lists_that_fail_or_take_long_do_not_matter_to_the_breaker() {
+    let (breaker, faults) = breaker();
+    let lists = breaker.for_lists();
+    for fault in [Fault::Refuse, Fault::LoseReply, Fault::StallBefore(Latch::new())] {
+        faults.always(Operation::List, fault.clone());
+        faults.always(Operation::Lookup, fault.clone());
+        faults.always(Operation::Audit, fault);
+        for _ in 0..10 {
+            breaker.list(ListQuery::default()).await.unwrap_err();
+            lists.lookup(id(1)).await.unwrap_err();
+            breaker.audit(None, 10).await.unwrap_err();
+            settle().await;
+        }
+        faults.heal();
+    }
+    assert_eq!((breaker.openings(), breaker.is_degraded()), (0, false));
+    assert_eq!(faults.calls(Operation::Check), 0, "no probe was needed");
+
+    // Neither do they show that the store works again.
+    claims(&breaker, 1).await.unwrap();
+    faults.always(Operation::Claim, Fault::Refuse);
+    let until_open = async || {
+        while breaker.openings() == 0 {
+            claims(&breaker, 2).await.unwrap_err();
+            let _listed = breaker.list(ListQuery::default()).await;
+            sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), until_open()).await.expect("the breaker opens");
+    // In the half-open state, a list and its records pass, and take the place of no command.
+    until(&breaker, BreakerState::HalfOpen).await;
+    lists.lookup(id(1)).await.unwrap();
+    assert_eq!(breaker.state(), BreakerState::HalfOpen);
+    let latch = Latch::new();
+    faults.always(Operation::List, Fault::StallBefore(latch.clone()));
+    let slow = tokio::spawn({
+        let breaker = breaker.clone();
+        async move { breaker.list(ListQuery::default()).await.map(drop) }
+    });
+    settle().await;
+    faults.heal();
+    until(&breaker, BreakerState::HalfOpen).await;
+    claims(&breaker, 2).await.unwrap();
+    assert_eq!(breaker.state(), BreakerState::Closed);
+    latch.open();
+    slow.await.unwrap().unwrap();
+}
+
+/// A store without a connection.
+struct Disconnected(Arc<dyn Store>);
+
+impl Store for Disconnected {
+    fn list(&self, _: ListQuery) -> StoreFuture<'_, ListPage> {
+        let error = StoreError::unavailable("no connection").with_nothing_sent();
+        Box::pin(std::future::ready(Err(error)))
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        Box::pin(std::future::ready(Err(StoreError::unavailable("no connection").with_nothing_sent())))
+    }
+
+    delegate_store!(self, self.0 => apply lookup purge audit now capabilities);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_list_that_finds_no_connection_has_the_store_probed() {
+    let breaker = Breaker::new(Arc::new(Disconnected(memory())) as Arc<dyn Store>);
+    breaker.list(ListQuery::default()).await.unwrap_err();
+    until(&breaker, BreakerState::Open).await;
+    assert_eq!(breaker.openings(), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -354,7 +428,12 @@ async fn completions_and_renewals_continue_when_the_store_is_back() {
     sleep(Duration::from_secs(20)).await;
     let renewed = events.count(EventKind::Renewed);
     faults.heal();
-    until(&breaker, BreakerState::HalfOpen).await;
+    let healed = Instant::now();
+    // The first of both may close it at once.
+    while breaker.state() == BreakerState::Open {
+        assert!(healed.elapsed() < Duration::from_secs(60), "the breaker stays open");
+        sleep(Duration::from_millis(1)).await;
+    }
     let since = Instant::now();
     while events.count(EventKind::Completed) == 0 || events.count(EventKind::Renewed) == renewed {
         let seen = events.all();

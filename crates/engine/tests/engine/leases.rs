@@ -578,6 +578,14 @@ async fn an_operator_finds_and_resolves_unsettled_records() {
     for (reason, why) in [
         ("  ".to_owned(), AuditTextError::Empty),
         ("a\nb".to_owned(), AuditTextError::Control),
+        ("ad\u{202e}nimda".to_owned(), AuditTextError::Direction),
+        ("ad\u{200f}a".to_owned(), AuditTextError::Direction),
+        ("ad\u{200b}a".to_owned(), AuditTextError::Invisible),
+        ("ad\u{200d}a".to_owned(), AuditTextError::Invisible),
+        ("ad\u{e0041}a".to_owned(), AuditTextError::Invisible),
+        ("ad\u{2028}a".to_owned(), AuditTextError::Invisible),
+        ("\u{feff}ada".to_owned(), AuditTextError::Invisible),
+        ("\u{3164}".to_owned(), AuditTextError::Invisible),
         ("a".repeat(1001), AuditTextError::TooLong { bytes: 1001 }),
     ] {
         let error = operator.release(id_of("z"), &reason).await.unwrap_err();
@@ -585,4 +593,5 @@ async fn an_operator_finds_and_resolves_unsettled_records() {
     }
     assert!(one.engine.operator("").is_err());
     assert!(one.engine.operator(&"a".repeat(1000)).is_ok());
+    assert!(one.engine.operator("می\u{200c}خواهم ⚠\u{fe0f}").is_ok());
 }

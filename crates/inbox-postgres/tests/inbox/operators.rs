@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_core::StoreErrorKind;
+use oncegate_core::{StoreErrorKind, Timestamp};
 use oncegate_inbox::{HandlerError, Identity, Message};
 use oncegate_inbox_postgres::{DeadLetterTable, TransactionalInbox};
 use oncegate_postgres::PostgresOptions;
@@ -11,8 +11,8 @@ use oncegate_postgres::messages::{
     AuditNote, DeadLetterChange, DeadLetterFilter, DeadLetterLine, MessageOperator, Obstacle, OutboxChange,
     OutboxState, RequeueTerms,
 };
-use oncegate_postgres::sqlx::Row as _;
 use oncegate_postgres::sqlx::postgres::PgConnection;
+use oncegate_postgres::sqlx::{self, Connection as _, Row as _};
 
 use crate::support::{Database, LONG, again, effect, inbox, run, word};
 
@@ -321,6 +321,72 @@ async fn listings_have_filters_counts_and_pages() {
     let shown = operator.outbox_message(lines[3].seq).await.unwrap().unwrap();
     assert!(shown.line.is_held && shown.content.headers == [("h".to_owned(), b"v".to_vec())]);
     assert!(operator.outbox_message(lines[3].seq + 1).await.unwrap().is_none());
+}
+
+/// With many dead letters, those of a period are found without a look at the others.
+#[tokio::test(flavor = "multi_thread")]
+async fn dead_letters_of_a_period_are_found_by_their_time() {
+    let database = Database::fresh().await;
+    let mut owner = database.connect().await;
+    // Their times are nearly in the order of their numbers: every hundredth is ten minutes late.
+    let fill = "INSERT INTO oncegate.dead_letters (id, consumer, reason, attempts, error, topic, header_names, header_values, payload, at) \
+                SELECT sha256(int8send(n)), CASE n % 3 WHEN 0 THEN 'mail' ELSE 'billing' END, 'rejected', 1, '', 'orders', \
+                    '{}', '{}', 'x', \
+                    1000000000000 + n * 1000 - CASE n % 100 WHEN 0 THEN 600000 ELSE 0 END \
+                FROM generate_series(1, 20000) AS g (n) ORDER BY n; ANALYZE oncegate.dead_letters";
+    run(&mut owner, fill).await;
+    let operator = operator(&database);
+    let all = {
+        let (mut all, mut filter) = (Vec::new(), DeadLetterFilter::default());
+        loop {
+            let page = operator.dead_letters(&filter, 1000).await.unwrap();
+            let Some(last) = page.last() else { break all };
+            filter.before = Some(last.number);
+            all.extend(page);
+        }
+    };
+    assert_eq!(all.len(), 20_000);
+    let time = |seconds: u64| Some(Timestamp::from_millis(1_000_000_000_000 + seconds * 1000));
+    for times in [
+        (None, None),
+        (time(19_900), None),
+        (time(10_000), time(10_050)),
+        (None, time(40)),
+        (time(10_000), time(9_000)),
+        (time(30_000), None),
+    ] {
+        for consumer in [None, Some("mail".to_owned())] {
+            let is_in = |line: &&DeadLetterLine| {
+                times.0.is_none_or(|since| line.at >= since)
+                    && times.1.is_none_or(|until| line.at < until)
+                    && consumer.as_ref().is_none_or(|consumer| line.consumer == *consumer)
+            };
+            let expected: Vec<_> = all.iter().filter(is_in).map(|line| line.number).collect();
+            let mut filter = DeadLetterFilter { consumer: consumer.clone(), ..DeadLetterFilter::default() };
+            let (mut found, mut pages) = (Vec::new(), 0);
+            while pages < 5 {
+                let page = operator.dead_letters_of_period(&filter, times, 25).await.unwrap().unwrap();
+                let Some(last) = page.last() else { break };
+                filter.before = Some(last.number);
+                found.extend(page.into_iter().map(|line| line.number));
+                pages += 1;
+            }
+            assert_eq!(found, expected[..expected.len().min(125)], "{times:?} {consumer:?}");
+        }
+    }
+    // The server looks at the rows of the period, and at those between its numbers.
+    let mut transaction = owner.begin().await.unwrap();
+    let call = "SELECT count(*) FROM oncegate.dead_letters_of_period(NULL, NULL, NULL, 1000010000000, 1000010050000, NULL, 1000)";
+    let found: i64 = sqlx::query_scalar(call).fetch_one(&mut *transaction).await.unwrap();
+    let read = "SELECT seq_tup_read + coalesce(idx_tup_fetch, 0) FROM pg_stat_xact_user_tables WHERE relid = 'oncegate.dead_letters'::regclass";
+    let read: i64 = sqlx::query_scalar(read).fetch_one(&mut *transaction).await.unwrap();
+    transaction.rollback().await.unwrap();
+    assert!(found >= 49 && read < 2000, "{found} found, {read} read");
+
+    // A database from before has no such function.
+    run(&mut owner, "DROP FUNCTION oncegate.dead_letters_of_period").await;
+    let none = operator.dead_letters_of_period(&DeadLetterFilter::default(), (None, None), 1).await.unwrap();
+    assert!(none.is_none());
 }
 
 /// Behind a pooler each call is one message, and its reply is text.

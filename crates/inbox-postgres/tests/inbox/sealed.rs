@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use oncegate_core::StoreErrorKind;
 use oncegate_inbox::{HandlerError, Message};
-use oncegate_inbox_postgres::{DeadLetterTable, TransactionalInbox};
+use oncegate_inbox_postgres::{ApplyOutcome, DeadLetterTable, StreamEvent, Streams, TransactionalInbox};
 use oncegate_postgres::PostgresOptions;
 use oncegate_postgres::messages::{AuditNote, DeadLetterChange, MessageOperator, Obstacle, RequeueTerms};
 use oncegate_postgres::sqlx::Row as _;
 use oncegate_postgres::sqlx::postgres::PgConnection;
+use oncegate_postgres::sqlx::{self, Connection as _};
 use oncegate_seal::{Keyring, SealError, SealInfo, SealKey, SealKeys};
 
 use crate::support::{Database, again, effect, run, word};
@@ -184,4 +185,112 @@ async fn sql_alone_publishes_no_sealed_form() {
     }
     assert_eq!(database.number("SELECT count(*) FROM oncegate.outbox").await, 0);
     assert_eq!(database.number("SELECT count(*) FROM oncegate.dead_letters").await, 2);
+}
+
+async fn project(connection: &mut PgConnection, event: StreamEvent) -> Result<(), HandlerError> {
+    let line = format!("{} {}", event.sequence, String::from_utf8_lossy(&event.event));
+    sqlx::query("INSERT INTO effects (message) VALUES ($1)").bind(line).execute(connection).await?;
+    Ok(())
+}
+
+/// Applies or buffers an event of a stream in a transaction of its own.
+async fn apply(database: &Database, keys: Option<Keyring>, sequence: u64) -> Result<ApplyOutcome, String> {
+    let streams = Streams::new("history").unwrap();
+    let streams = match keys {
+        Some(keys) => streams.with_seal_keys(keys),
+        None => streams,
+    };
+    let event = format!("event-secret {sequence}");
+    let mut connection = database.connect().await;
+    let mut transaction = connection.begin().await.unwrap();
+    let applied =
+        streams.apply_or_buffer(&mut transaction, "order-17", sequence, event.as_bytes(), project).await;
+    match applied {
+        Ok(applied) => {
+            transaction.commit().await.unwrap();
+            Ok(applied)
+        }
+        Err(error) => {
+            transaction.rollback().await.unwrap();
+            assert!(matches!(error, HandlerError::Retry(_)), "{error:?}");
+            Err(error.to_error_text())
+        }
+    }
+}
+
+/// The buffered events, as a dump shows them.
+async fn buffered(database: &Database) -> Vec<String> {
+    let sql = "SELECT encode(event, 'escape') FROM oncegate.buffered_events ORDER BY sequence";
+    let rows = run(&mut database.connect().await, sql).await;
+    rows.iter().map(|row| row.get::<String, _>(0)).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn buffered_events_are_sealed_and_applied_only_with_their_key() {
+    let database = Database::fresh().await;
+    let waits = Ok(ApplyOutcome::Buffered { expected: 1 });
+    assert_eq!(apply(&database, Some(ring(&[1])), 3).await, waits);
+    // By a program that has no keys yet, or only opens.
+    assert_eq!(apply(&database, None, 2).await, waits);
+    assert_eq!(apply(&database, Some(ring(&[1]).with_opens_only(true)), 4).await, waits);
+    let stored = buffered(&database).await;
+    assert!(stored[0] == "event-secret 2" && stored[2] == "event-secret 4", "{stored:?}");
+    assert!(stored[1].contains("ogseal") && !stored[1].contains("secret"), "{stored:?}");
+
+    // Without the key nothing is applied, and nothing is lost.
+    let key = SealKey::from_bytes([1; 32]).id().to_string();
+    for keys in [None, Some(ring(&[2]))] {
+        let refused = apply(&database, keys, 1).await.unwrap_err();
+        assert!(refused.contains(&key), "{refused}");
+    }
+    let refused = apply(&database, Some(ring(&[1]).with_required(true)), 1).await.unwrap_err();
+    assert!(refused.contains("not sealed"), "{refused}");
+    assert!(database.effects().await.is_empty());
+    assert_eq!(buffered(&database).await, stored);
+
+    // Moved to another place, it is refused.
+    let mut connection = database.connect().await;
+    let swap = |from: u8, to: u8| {
+        format!(
+            "UPDATE oncegate.buffered_events SET sequence = {to} WHERE stream = 'order-17' AND sequence = {from}"
+        )
+    };
+    run(&mut connection, &swap(2, 9)).await;
+    run(&mut connection, &swap(3, 2)).await;
+    let refused = apply(&database, Some(ring(&[1])), 1).await.unwrap_err();
+    assert!(refused.contains("moved"), "{refused}");
+    run(&mut connection, &swap(2, 3)).await;
+    run(&mut connection, &swap(9, 2)).await;
+
+    // With the key, also among others, all are applied in order.
+    assert_eq!(apply(&database, Some(ring(&[2, 1])), 1).await, Ok(ApplyOutcome::Applied { events: 4 }));
+    let expected: Vec<_> = (1..5).map(|n| format!("{n} event-secret {n}")).collect();
+    assert_eq!(database.effects().await, expected);
+    assert!(buffered(&database).await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn messages_are_counted_by_the_key_that_sealed_them() {
+    let database = Database::fresh().await;
+    let operator = MessageOperator::new(PostgresOptions::from_url(&database.url()).unwrap());
+    assert!(operator.seal_counts().await.unwrap().is_empty());
+    let plain = database.inbox(2).await;
+    for (keys, ids) in [(&[1][..], &["a", "b"][..]), (&[2], &["c"]), (&[], &["d"])] {
+        let inbox = plain.clone().with_seal_keys(ring(keys));
+        for id in ids {
+            give_up(&database, &inbox, id).await;
+        }
+    }
+    let _buffered = apply(&database, Some(ring(&[2])), 5).await.unwrap();
+    let _buffered = apply(&database, None, 6).await.unwrap();
+    let id = |n: u8| Some(*SealKey::from_bytes([n; 32]).id().as_bytes());
+    let mut counted: Vec<_> = operator.seal_counts().await.unwrap();
+    assert!(counted.iter().all(|count| count.oldest.as_millis() > 0));
+    counted.sort_by_key(|count| (count.is_buffered_event, count.key));
+    let counted: Vec<_> =
+        counted.into_iter().map(|count| (count.is_buffered_event, count.key, count.count)).collect();
+    let mut expected =
+        vec![(false, None, 1), (false, id(1), 2), (false, id(2), 1), (true, None, 1), (true, id(2), 1)];
+    expected.sort();
+    assert_eq!(counted, expected);
 }

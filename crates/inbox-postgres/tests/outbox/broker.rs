@@ -8,17 +8,19 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_inbox::{Outgoing, PublishError, PublishFuture, Publisher};
-use oncegate_testkit::until;
+use oncegate_testkit::{Latch, until};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
 /// The treatment of a message.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone)]
 pub(crate) enum Fault {
     None,
     /// It is taken, and confirmed after a while.
     Late(Duration),
+    /// It is taken, and confirmed when the latch is open.
+    Held(Latch),
     /// It is taken, and the confirmation is lost.
     Unconfirmed,
     /// It is not taken.
@@ -110,6 +112,10 @@ impl Broker {
             Fault::Late(late) => {
                 keep(taken);
                 sleep(late).await;
+            }
+            Fault::Held(latch) => {
+                keep(taken);
+                latch.opened().await;
             }
             Fault::Unconfirmed => {
                 keep(taken);

@@ -12,7 +12,7 @@ use oncegate_inbox::{
 };
 use oncegate_inbox_postgres::{Outbox, RelayCounts, RelayEventKind};
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
-use oncegate_testkit::{ManualClock, until};
+use oncegate_testkit::{Latch, ManualClock, until};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
@@ -241,8 +241,10 @@ async fn a_lease_is_renewed_while_the_broker_is_slow() {
 #[tokio::test(flavor = "multi_thread")]
 async fn rows_that_commit_in_front_of_a_run_cause_no_copies() {
     let database = Database::with_schema().await;
-    let broker = Broker::new(|taken, _| match &*taken.payload {
-        "early" => Fault::Late(Duration::from_secs(2)),
+    let late_is_there = Latch::new();
+    let held = late_is_there.clone();
+    let broker = Broker::new(move |taken, _| match &*taken.payload {
+        "early" => Fault::Held(held.clone()),
         _ => Fault::None,
     });
     let counts = RelayCounts::default();
@@ -254,6 +256,8 @@ async fn rows_that_commit_in_front_of_a_run_cause_no_copies() {
     database.send(&[message(Some("k"), "early"), message(Some("k"), "next")]).await;
     broker.holds(1).await;
     transaction.commit().await.unwrap();
+    broker.holds(2).await;
+    late_is_there.open();
     database.is_drained().await;
     relay.stop().await;
     assert_eq!(broker.firsts()[&Some("k".to_owned())], ["early", "late", "next"]);

@@ -14,6 +14,7 @@ use sqlx::{ConnectOptions as _, Connection as _, Error, Row as _};
 use crate::backoff::Backoff;
 use crate::error::{PostgresOpenError, describe};
 use crate::options::PostgresOptions;
+use crate::store::is_passing;
 
 /// The version of the contract that this program needs.
 pub const VERSION: i32 = 1;
@@ -74,8 +75,8 @@ pub struct Status {
 /// It changes nothing. The role needs the right to connect and to call `oncegate.contract_version`.
 ///
 /// # Errors
-/// [`PostgresOpenError::Connect`] if the database cannot be reached, if the role lacks a right, or if the schema `oncegate`
-/// was not created by Oncegate.
+/// [`PostgresOpenError::Unreachable`] if the database cannot be reached; [`PostgresOpenError::Connect`] if it refuses the
+/// role, or if the schema `oncegate` was not created by Oncegate.
 pub async fn status(options: &PostgresOptions) -> Result<Status, PostgresOpenError> {
     let mut connection = connect(options).await?;
     let status = look(&mut connection, options).await?;
@@ -91,8 +92,8 @@ pub async fn status(options: &PostgresOptions) -> Result<Status, PostgresOpenErr
 ///
 /// # Errors
 /// - [`PostgresOpenError::NewerContract`] if the database has a later version;
-/// - [`PostgresOpenError::Connect`] if the database cannot be reached, refuses, or is kept locked by other transactions;
-///   nothing was changed;
+/// - [`PostgresOpenError::Unreachable`] if the database cannot be reached;
+/// - [`PostgresOpenError::Connect`] if it refuses, or is kept locked by other transactions; nothing was changed;
 /// - [`PostgresOpenError::ForeignBindings`] if a part of the contract other than a function or a default is bound to an object
 ///   outside of it, such as an index that was added by hand.
 pub async fn apply(options: &PostgresOptions) -> Result<Status, PostgresOpenError> {
@@ -246,8 +247,13 @@ async fn read_status(connection: &mut PgConnection) -> Result<Option<Status>, Er
 async fn connect(options: &PostgresOptions) -> Result<PgConnection, PostgresOpenError> {
     let connect: PgConnectOptions = options.bare_connect_options();
     match tokio::time::timeout(options.connect_timeout, connect.connect()).await {
-        Ok(connected) => connected.map_err(|error| failed(options, &error)),
-        Err(_) => Err(PostgresOpenError::Connect {
+        Ok(connected) => connected.map_err(|error| match failed(options, &error) {
+            PostgresOpenError::Connect { database, why } if is_passing(&error) => {
+                PostgresOpenError::Unreachable { database, why }
+            }
+            failed => failed,
+        }),
+        Err(_) => Err(PostgresOpenError::Unreachable {
             database: options.database(),
             why: "no reply within the connect timeout".to_owned(),
         }),

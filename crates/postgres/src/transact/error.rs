@@ -147,6 +147,16 @@ pub enum TransactError {
         /// The mismatch, without the value.
         reason: String,
     },
+    /// The operation was completed before, and its sealed result cannot be opened: the key is missing, the result is not sealed
+    /// although it must be ([`StoreErrorKind::Sealed`](oncegate_core::StoreErrorKind::Sealed)), or it was changed or moved
+    /// ([`StoreErrorKind::Corrupt`](oncegate_core::StoreErrorKind::Corrupt)). It is never run again.
+    #[error("the result of record {record} cannot be opened")]
+    Sealed {
+        /// The record.
+        record: RecordId,
+        /// The reason. It names the missing key.
+        source: StoreError,
+    },
     /// The run returned this error. It was rolled back, and the key is free.
     #[error("the run failed, and the transaction was rolled back")]
     Failed(#[source] Box<dyn StdError + Send + Sync>),

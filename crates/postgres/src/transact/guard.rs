@@ -3,6 +3,7 @@
 use std::fmt;
 
 use oncegate_core::{ConfigError, FencingToken, KeyError, RecordId, StoreError, StoredResponse, limits};
+use oncegate_seal::{SealKeys, seal_owners_response};
 use serde::Serialize;
 use sqlx::postgres::PgConnection;
 use std::time::Duration;
@@ -25,6 +26,8 @@ pub struct Guard {
     /// `None`: the retention of the claim, which another party made.
     retention: Option<Duration>,
     persistent: bool,
+    /// `None`: the response is stored in clear.
+    keys: Option<SealKeys>,
 }
 
 /// The result of a claim in your own transaction.
@@ -65,6 +68,10 @@ pub enum GuardError {
     /// The snapshot of the transaction is older than the record (`REPEATABLE READ`, `SERIALIZABLE`): run the transaction again.
     #[error("the transaction's snapshot is older than the record; run it again")]
     Conflict,
+    /// The operation was completed before, and its sealed response cannot be opened; the source names the missing key. It must
+    /// not be executed again.
+    #[error("the stored response cannot be opened")]
+    Sealed(#[source] StoreError),
     /// The response cannot be stored.
     #[error("the input or the response cannot be stored")]
     Response(#[source] StoreError),
@@ -92,7 +99,7 @@ impl Guard {
         retention: Option<Duration>,
         persistent: bool,
     ) -> Self {
-        Self { record, token, retention, persistent }
+        Self { record, token, retention, persistent, keys: None }
     }
 
     /// Creates the guard of an attempt that the layer in this process claimed: `attempt.record_id()` and `attempt.token()` of
@@ -147,6 +154,15 @@ impl Guard {
         Self { persistent: !through_pooler, ..self }
     }
 
+    /// Seals the response with the first of these keys, as a [`SealedStore`](oncegate_seal::SealedStore) does. The sidecar or the
+    /// layer that claimed the record needs the key, too, or it refuses retries.
+    ///
+    /// A guard that [`Transactor::claim`](crate::Transactor::claim) returns has the keys of the transactor. Default otherwise:
+    /// the response is stored in clear.
+    pub fn with_seal_keys(self, keys: impl Into<SealKeys>) -> Self {
+        Self { keys: Some(keys.into()), ..self }
+    }
+
     /// The record that is completed.
     #[must_use]
     pub const fn record_id(&self) -> RecordId {
@@ -171,7 +187,8 @@ impl Guard {
     /// rest is committed.
     ///
     /// # Errors
-    /// [`GuardError`]. The transaction has failed then, so a later `COMMIT` commits nothing.
+    /// [`GuardError`]. The transaction has failed then, so a later `COMMIT` commits nothing. After [`GuardError::Response`],
+    /// nothing was sent to the database, so roll back.
     pub async fn complete(
         self,
         connection: &mut PgConnection,
@@ -210,7 +227,14 @@ impl Guard {
         connection: &mut PgConnection,
         response: Option<&StoredResponse>,
     ) -> Result<(), GuardError> {
-        let ended = self.try_end(connection, response).await;
+        let sealed = match (response, &self.keys) {
+            (Some(response), Some(keys)) => {
+                let sealed = seal_owners_response(self.record, self.token, response, &keys.get());
+                Some(sealed.map_err(|error| GuardError::Response(error.into()))?)
+            }
+            (response, _) => response.cloned(),
+        };
+        let ended = self.try_end(connection, sealed.as_ref()).await;
         ended.map_err(|error| match sqlstate(&error).as_deref() {
             Some("OG001") => GuardError::Fenced,
             Some("OG002") => GuardError::Locked,
@@ -222,7 +246,8 @@ impl Guard {
         })
     }
 
-    /// Calls `oncegate.complete`, which raises if another attempt owns the record, so that no later COMMIT can succeed.
+    /// Calls `oncegate.complete` with the response as it is. It raises if another attempt owns the record, so that no later
+    /// COMMIT can succeed.
     pub(crate) async fn try_end(
         self,
         connection: &mut PgConnection,

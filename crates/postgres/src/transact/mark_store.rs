@@ -12,7 +12,10 @@ use sqlx::postgres::{PgPool, PgRow};
 use crate::call::Call;
 use crate::error::store_error;
 use crate::record::{self, Reply};
-use crate::store::{CLAIM, claim_call, list_call, list_page, lookup_call, renew_call};
+use crate::store::{
+    CLAIM, claim_call, list_call, list_page, lookup_call, open_transactions, open_transactions_call,
+    renew_call,
+};
 
 /// Limits the time of a statement.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -74,6 +77,10 @@ impl Store for MarkStore {
 
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
         Box::pin(async move { list_page(&self.ask(list_call(&query, None)).await?) })
+    }
+
+    fn open_transactions(&self) -> StoreFuture<'_, Vec<String>> {
+        Box::pin(async move { open_transactions(&self.ask(open_transactions_call()).await?) })
     }
 
     fn purge(&self, _: usize) -> StoreFuture<'_, usize> {

@@ -11,15 +11,17 @@ mod transact_fn;
 use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use oncegate_core::{
-    AttemptId, Claim, ConfigError, FencingToken, Fingerprint, ID_SECRET_RECORD, IdGuard, IdProblem, IdScheme,
+    AttemptId, CheckTime, Claim, ConfigError, FencingToken, Fingerprint, ID_SECRET_RECORD, IdGuard, IdScheme,
     IdSecret, IdempotencyKey, KeyError, Label, OnAbandoned, Outcome, RecordId, Scope, State, StoreError,
     StoredResponse, limits,
 };
+use oncegate_seal::{Keyring, SealError, SealKeys, open_claimed_response, seal_owners_response};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use sqlx::Row as _;
 use sqlx::postgres::{PgConnection, PgPool, PgRow};
 use tokio::time::Instant;
 
@@ -34,7 +36,7 @@ use crate::backoff::{Backoff, random_bits};
 use crate::call::{Arg, Call};
 use crate::error::store_error;
 use crate::record::{self, Reply};
-use crate::store::{CLAIM, claim_call, lookup_call};
+use crate::store::{CLAIM, claim_call, lookup_in_transaction_call};
 
 const RESERVE_OR_CLAIM: &str = "SELECT * FROM oncegate.reserve_or_claim($1, $2, $3, $4, $5, $6, $7, $8, $9)";
 
@@ -54,6 +56,9 @@ const LEASE: Duration = limits::MAX_LEASE;
 /// The database must have the contract ([`schema::apply`](crate::schema::apply)). The role of the pool needs the right to
 /// execute `oncegate.reserve_or_claim`, `oncegate.complete_reserved`, `oncegate.claim`, `oncegate.complete` and
 /// `oncegate.lookup`.
+///
+/// Results are stored in clear, unless there are [keys](Self::with_seal_keys). A sealed result that cannot be opened is
+/// [`TransactError::Sealed`], and never another run.
 #[derive(Clone)]
 pub struct Transactor {
     pool: PgPool,
@@ -65,6 +70,8 @@ pub struct Transactor {
     transaction_pooler: bool,
     /// The guard of the identities of records.
     guard: Arc<IdGuard>,
+    /// The keys that seal results and open them. Without keys, results are stored in clear.
+    keys: SealKeys,
 }
 
 /// The isolation level of a transaction, in PostgreSQL's terms.
@@ -175,7 +182,26 @@ enum RunResult<T> {
 struct SentCommit {
     token: FencingToken,
     /// Until then the record is certainly there, if it was committed.
-    kept_until: Instant,
+    kept_until: RetentionEnd,
+}
+
+/// The end of a retention that began at the latest possible moment, by both clocks of this process. The monotonic clock stands
+/// still while the machine is suspended, and the clock of the database does not.
+#[derive(Clone, Copy)]
+struct RetentionEnd {
+    monotonic: Instant,
+    wall: Option<SystemTime>,
+}
+
+impl RetentionEnd {
+    fn of(began_at: (Instant, SystemTime), retention: Duration) -> Self {
+        Self { monotonic: began_at.0 + retention, wall: began_at.1.checked_add(retention) }
+    }
+
+    /// Returns true if the record may be gone by one of the clocks.
+    fn is_over(&self) -> bool {
+        Instant::now() >= self.monotonic || self.wall.is_some_and(|wall| SystemTime::now() >= wall)
+    }
 }
 
 /// A COMMIT whose reply was lost.
@@ -199,6 +225,7 @@ impl Transactor {
             max_attempts: 5,
             isolation: None,
             transaction_pooler: false,
+            keys: SealKeys::default(),
         }
     }
 
@@ -221,8 +248,8 @@ impl Transactor {
     pub async fn verify_ids(&self) -> Result<(), StoreError> {
         loop {
             let checked = self.guard.verify().await;
-            match self.guard.problem() {
-                Some(IdProblem::Trial { left, .. }) if checked.is_err() => tokio::time::sleep(left).await,
+            match self.guard.problem().and_then(|problem| problem.next_check()) {
+                Some(pause) if checked.is_err() => tokio::time::sleep(pause).await,
                 _ => return checked,
             }
         }
@@ -307,6 +334,16 @@ impl Transactor {
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
         let guard = guard(&self.pool, through_pooler, self.ids().clone());
         Self { transaction_pooler: through_pooler, guard, ..self }
+    }
+
+    /// Seals results with the first of these keys, as a [`SealedStore`](oncegate_seal::SealedStore) does, and opens results with
+    /// all of them, whichever program sealed them. Guards that [`claim`](Self::claim) returns seal, too. Default: no keys.
+    ///
+    /// A sealed result is bound to the token of its attempt. So the record is claimed before the run and completed after it,
+    /// which writes it twice. Results in clear are replayed, unless the keys are [required](Keyring::with_required).
+    #[must_use]
+    pub fn with_seal_keys(self, keys: impl Into<SealKeys>) -> Self {
+        Self { keys: keys.into(), ..self }
     }
 
     /// Runs `run` in a transaction if this is the first call with this key in this scope. Otherwise returns the value that the
@@ -456,16 +493,22 @@ impl Transactor {
             Ok(open) => open,
             Err(error) => return RunResult::Unreached(error.into()),
         };
+        if let Err(refused) = self.admit_in(&mut open).await {
+            open.rollback(self.statement_timeout).await;
+            return refused;
+        }
         let record = request.record;
+        let keys = self.keys.get();
         // Only a claim finds out the outcome of a COMMIT: above READ COMMITTED, a record may exist although this snapshot does
-        // not show it.
+        // not show it. And only a claim returns the token, to which a sealed result is bound, before the record is written.
         let claimed = match lost {
-            None => self.reserve_or_claim_on(&mut open, request).await,
-            Some(_) => self.claim_on(&mut open, request).await.map(ClaimStart::Reply),
+            None if !keys.seals() => self.reserve_or_claim_on(&mut open, request).await,
+            _ => self.claim_on(&mut open, request).await.map(ClaimStart::Reply),
         };
         let claimed = match claimed {
             Ok(ClaimStart::Reservation(reserved)) => {
-                return self.run_and_commit(open, request, run, CompletionRight::Reservation(reserved)).await;
+                let right = CompletionRight::Reservation(reserved);
+                return self.run_and_commit(open, request, run, right, &keys).await;
             }
             Ok(ClaimStart::Reply(said)) => Ok(said),
             Err(tried) => Err(tried),
@@ -490,7 +533,7 @@ impl Transactor {
                     None => false,
                 };
                 open.rollback(self.statement_timeout).await;
-                return replay(record, &response, is_ours);
+                return replay(record, response, is_ours, &keys);
             }
             other => {
                 open.rollback(self.statement_timeout).await;
@@ -509,7 +552,7 @@ impl Transactor {
         };
         if let Some(LostCommit { sent, .. }) = lost.take() {
             // It may have been committed, and its record removed since then.
-            if Instant::now() >= sent.kept_until {
+            if sent.kept_until.is_over() {
                 open.rollback(self.statement_timeout).await;
                 return RunResult::Failed(TransactError::CommitUnknown { record, token: sent.token });
             }
@@ -522,7 +565,8 @@ impl Transactor {
             }
         }
         let guard = Guard::new(record, grant.token, Some(self.retention), !self.transaction_pooler);
-        self.run_and_commit(open, request, run, CompletionRight::Claim(guard, grant.token)).await
+        let right = CompletionRight::Claim(guard, grant.token);
+        self.run_and_commit(open, request, run, right, &keys).await
     }
 
     async fn run_and_commit<T, F>(
@@ -531,14 +575,16 @@ impl Transactor {
         request: &Request,
         run: &F,
         right: CompletionRight,
+        keys: &Keyring,
     ) -> RunResult<T>
     where
         T: Serialize + DeserializeOwned + Send,
         F: for<'c> TransactFn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
     {
-        match self.run_on(&mut open, request, run, right).await {
+        match self.run_on(&mut open, request, run, right, keys).await {
             Ok((value, CompletionResult::Completed(token), ended_at)) => {
-                let sent = SentCommit { token, kept_until: ended_at + self.retention };
+                let kept_until = RetentionEnd::of(ended_at, self.retention);
+                let sent = SentCommit { token, kept_until };
                 self.commit(open, value, sent).await
             }
             Ok((_, CompletionResult::Unknown, _)) => {
@@ -560,7 +606,8 @@ impl Transactor {
         request: &Request,
         run: &F,
         right: CompletionRight,
-    ) -> Result<(T, CompletionResult, Instant), RunResult<T>>
+        keys: &Keyring,
+    ) -> Result<(T, CompletionResult, (Instant, SystemTime)), RunResult<T>>
     where
         T: Serialize + DeserializeOwned + Send,
         F: for<'c> TransactFn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
@@ -577,7 +624,18 @@ impl Transactor {
                 EncodeError::Response(error) => TransactError::TooLarge(error),
             })
         })?;
-        let ended_at = Instant::now();
+        let response = match &right {
+            // There is one only if no key seals.
+            CompletionRight::Reservation(_) => response,
+            CompletionRight::Claim(_, token) => seal_owners_response(record, *token, &response, keys)
+                .map_err(|error| {
+                    RunResult::Failed(match error {
+                        SealError::Response(error) => TransactError::TooLarge(error),
+                        error => TransactError::Store(error.into()),
+                    })
+                })?,
+        };
+        let ended_at = (Instant::now(), SystemTime::now());
         let persistent = !self.transaction_pooler;
         let ended = open
             .statement(self.statement_timeout, async |connection| match right {
@@ -724,12 +782,13 @@ impl Transactor {
         })?;
         Ok(match said(rows.first()).map_err(GuardError::Store)? {
             Reply::Outcome(Outcome::Execute(grant)) => {
-                GuardClaim::Execute(Guard::new(request.record, grant.token, Some(self.retention), persistent))
+                let guard = Guard::new(request.record, grant.token, Some(self.retention), persistent);
+                GuardClaim::Execute(guard.with_seal_keys(self.keys.clone()))
             }
-            Reply::Outcome(Outcome::Replay(response)) if response.is_sealed() => {
-                return Err(GuardError::Store(still_sealed()));
+            Reply::Outcome(Outcome::Replay(response)) => {
+                let opened = open_claimed_response(request.record, response, &self.keys.get());
+                GuardClaim::Replay(opened.map_err(|error| GuardError::Sealed(error.into()))?)
             }
-            Reply::Outcome(Outcome::Replay(response)) => GuardClaim::Replay(response),
             Reply::Outcome(Outcome::InProgress { lease_left }) => GuardClaim::InProgress { lease_left },
             Reply::Locked => GuardClaim::InProgress { lease_left: Duration::ZERO },
             Reply::Outcome(Outcome::Mismatch) => GuardClaim::Mismatch,
@@ -745,12 +804,34 @@ impl Transactor {
     /// pool.
     async fn admit_on(&self, connection: &mut PgConnection) -> Result<(), GuardError> {
         let Some(begun) = self.guard.begin_judgement() else { return Ok(()) };
-        let call = lookup_call(&ID_SECRET_RECORD);
+        let call = lookup_in_transaction_call(&ID_SECRET_RECORD);
         let rows = call.in_transaction(connection, !self.transaction_pooler).await.map_err(|error| {
             if is_conflict(&error) { GuardError::Conflict } else { GuardError::Store(store_error(&error)) }
         })?;
-        let mark = rows.first().map(record::record).transpose().map_err(GuardError::Store)?;
-        self.guard.judge(begun, mark.as_ref()).map_err(GuardError::Store)
+        self.judge(begun, &rows).map_err(GuardError::Store)
+    }
+
+    /// Checks again in the transaction of an attempt, if the last check no longer counts: the call may have waited for another
+    /// one, or for a connection.
+    async fn admit_in<T>(&self, open: &mut OpenTransaction<'_>) -> Result<(), RunResult<T>> {
+        let Some(begun) = self.guard.begin_judgement() else { return Ok(()) };
+        let (call, persistent) = (lookup_in_transaction_call(&ID_SECRET_RECORD), !self.transaction_pooler);
+        let asked = open.statement(self.statement_timeout, async |connection| {
+            call.in_transaction(connection, persistent).await
+        });
+        let rows = asked.await.map_err(unreached)?;
+        self.judge(begun, &rows).map_err(RunResult::Unreached)
+    }
+
+    /// Checks the mark that a transaction looked up. Under a snapshot of the transaction, which may be older, the result holds
+    /// for this transaction alone: the first program with a secret waits for its end.
+    fn judge(&self, begun: CheckTime, rows: &[PgRow]) -> Result<(), StoreError> {
+        let row = rows.first().ok_or_else(record::unexpected_reply)?;
+        let read =
+            || Ok::<_, sqlx::Error>((row.try_get("is_current")?, row.try_get::<Option<&str>, _>("state")?));
+        let (is_current, state): (bool, _) = read().map_err(|error| store_error(&error))?;
+        let mark = state.map(|_| record::record(row)).transpose()?;
+        self.guard.judge(is_current.then_some(begun), mark.as_ref())
     }
 
     const fn begin(&self) -> &'static str {
@@ -791,18 +872,18 @@ fn said(row: Option<&PgRow>) -> Result<Reply, StoreError> {
     record::reply(row.ok_or_else(record::unexpected_reply)?)
 }
 
-/// The error for a response that a sidecar or another program has sealed: `transact` has no keys.
-fn still_sealed() -> StoreError {
-    StoreError::sealed(
-        "the response is sealed, and a transaction of an application opens no sealed responses",
-    )
-}
-
-fn replay<T: DeserializeOwned>(record: RecordId, response: &StoredResponse, is_ours: bool) -> RunResult<T> {
-    if response.is_sealed() {
-        return RunResult::Failed(TransactError::Store(still_sealed()));
-    }
-    match json::decode(response) {
+/// Returns the stored value. A response that cannot be opened is an error, also without any keys.
+fn replay<T: DeserializeOwned>(
+    record: RecordId,
+    response: StoredResponse,
+    is_ours: bool,
+    keys: &Keyring,
+) -> RunResult<T> {
+    let response = match open_claimed_response(record, response, keys) {
+        Ok(response) => response,
+        Err(error) => return RunResult::Failed(TransactError::Sealed { record, source: error.into() }),
+    };
+    match json::decode(&response) {
         Ok(value) if is_ours => RunResult::Done(TransactOutcome::Executed(value)),
         Ok(value) => RunResult::Done(TransactOutcome::Replayed(value)),
         Err(reason) => RunResult::Failed(TransactError::Undecodable { record, reason }),
@@ -818,6 +899,22 @@ impl fmt::Debug for Transactor {
             .field("max_attempts", &self.max_attempts)
             .field("isolation", &self.isolation)
             .field("transaction_pooler", &self.transaction_pooler)
+            .field("keys", &self.keys)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_may_be_gone_by_either_clock() {
+        let (hour, now) = (Duration::from_secs(3600), (Instant::now(), SystemTime::now()));
+        assert!(!RetentionEnd::of(now, hour).is_over());
+        // The machine was suspended: only the wall clock went on.
+        assert!(RetentionEnd::of((now.0, now.1 - 2 * hour), hour).is_over());
+        // The wall clock was set back.
+        assert!(RetentionEnd::of((now.0, now.1 + hour), Duration::ZERO).is_over());
     }
 }

@@ -127,7 +127,7 @@ async fn without_an_append_only_file_a_restart_loses_records_as_the_findings_war
     let mut server = start(ServerOptions::new());
     let store = open(&server.url()).await;
     let found = store.capabilities();
-    assert_eq!((found.durability, found.fencing), (Durability::Buffered, Fencing::Equality));
+    assert_eq!((found.durability, found.fencing), (Durability::Unlogged, Fencing::Equality));
     let findings = store.findings();
     let says =
         findings.iter().any(|f| f.severity == Severity::Warning && f.text.starts_with("appendonly no"));
@@ -499,7 +499,7 @@ async fn settings_that_cannot_be_read_are_reported_and_lower_the_guarantees() {
     let findings: Vec<_> = store.findings().into_iter().filter(|f| f.severity == Severity::Warning).collect();
     assert_eq!(findings.len(), 4, "{findings:?}");
     assert!(findings.iter().all(|f| f.text.contains("could not be read")), "{findings:?}");
-    assert_eq!(store.capabilities().durability, Durability::Buffered);
+    assert_eq!(store.capabilities().durability, Durability::Unlogged);
     // The user may not publish either, and can still end its attempts.
     let grant = granted(&store, 1, 1).await;
     assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
@@ -581,7 +581,7 @@ async fn a_default_user_without_rights_is_reported_because_a_restart_skips_recor
     assert_eq!(store.lookup(id(1)).await.unwrap().expect("it was acknowledged").token, grant.token);
     server.command(&["ACL", "SETUSER", "default", "reset"]).unwrap();
     store.check().await.unwrap();
-    assert_eq!(store.capabilities().durability, Durability::Buffered);
+    assert_eq!(store.capabilities().durability, Durability::Unlogged);
     assert!(store.findings().iter().any(|f| f.text.contains("SKIPS EVERY RECORD")), "{:?}", store.findings());
 }
 
@@ -592,7 +592,7 @@ async fn a_server_that_evicts_is_refused_unless_eviction_is_allowed() {
     assert!(matches!(&error, RedisOpenError::Unfit(what) if what.contains("allkeys-lru")), "{error}");
     let store = open(&format!("{}?danger-allow-eviction=true", server.url())).await;
     assert!(store.findings().iter().any(|f| f.text.contains("EXECUTE AGAIN")));
-    assert_eq!(store.capabilities().durability, Durability::Buffered);
+    assert_eq!(store.capabilities().durability, Durability::Unlogged);
     // A server that begins to evict later is refused until it stops.
     server.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
     let store = open(&server.url()).await;
@@ -631,8 +631,30 @@ async fn findings_are_those_of_the_latest_connection() {
     server.command(&["CONFIG", "SET", "appendonly", "no"]).unwrap();
     server.command(&["CLIENT", "KILL", "TYPE", "normal"]).unwrap();
     until_ok(|| store.lookup(id(1))).await;
-    assert_eq!(store.capabilities().durability, Durability::Buffered);
+    assert_eq!(store.capabilities().durability, Durability::Unlogged);
     assert!(store.findings().iter().any(|f| f.text.starts_with("appendonly no")), "{:?}", store.findings());
+}
+
+/// A server that wrote a log and stops to do so loses everything at its next restart.
+#[tokio::test]
+async fn a_server_that_keeps_less_than_before_is_an_advisory_until_it_keeps_as_much() {
+    let server = start(ServerOptions::new().with_appendfsync("everysec"));
+    let store = open(&server.url()).await;
+    let promise = async |appendonly: &str| {
+        server.command(&["CONFIG", "SET", "appendonly", appendonly]).unwrap();
+        store.check().await.unwrap();
+        (store.capabilities().durability, store.advisories())
+    };
+    assert_eq!((store.capabilities().durability, store.advisories()), (Durability::Buffered, Vec::new()));
+    let (durability, advisories) = promise("no").await;
+    assert_eq!(durability, Durability::Unlogged);
+    assert_eq!(advisories.iter().map(|advisory| advisory.name).collect::<Vec<_>>(), ["less-durable"]);
+    assert!(advisories[0].text.contains("(unlogged, and buffered before)"), "{advisories:?}");
+    assert_eq!(promise("yes").await, (Durability::Buffered, Vec::new()));
+    // What it is from the start is no change.
+    server.command(&["CONFIG", "SET", "appendonly", "no"]).unwrap();
+    let store = open(&server.url()).await;
+    assert_eq!((store.capabilities().durability, store.advisories()), (Durability::Unlogged, Vec::new()));
 }
 
 #[tokio::test]

@@ -4,6 +4,7 @@ mod contract;
 mod faults;
 mod replicas;
 mod support;
+mod survey;
 mod topologies;
 mod waitaof;
 mod watch;

@@ -80,7 +80,7 @@ async fn a_cluster_distributes_the_records_and_survives_the_loss_of_one_primary(
     let error = RedisStore::open(one).await.unwrap_err();
     assert!(matches!(&error, RedisOpenError::Unfit(what) if what.contains("redis-cluster://")), "{error}");
     let store = open(&format!("{}?timeout=1s", cluster.url())).await;
-    assert_eq!(store.capabilities().durability, Durability::Buffered);
+    assert_eq!(store.capabilities().durability, Durability::Unlogged);
     store.check().await.unwrap();
     let mut tokens = Vec::new();
     for n in 0..150 {

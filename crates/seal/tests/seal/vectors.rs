@@ -5,8 +5,9 @@ use std::fmt::Write as _;
 use bytes::Bytes;
 use oncegate_core::{Outcome, RecordId, StoredResponse};
 use oncegate_seal::{
-    DeadLetterPlace, Keyring, SealError, SealInfo, open_dead_letter, open_dead_letter_error, open_intent,
-    seal_dead_letter, seal_dead_letter_error, seal_intent,
+    DeadLetterPlace, Keyring, SealError, SealInfo, StreamEventPlace, open_claimed_response, open_dead_letter,
+    open_dead_letter_error, open_intent, open_stream_event, seal_dead_letter, seal_dead_letter_error,
+    seal_intent, seal_owners_response, seal_stream_event,
 };
 use oncegate_testkit::block_on;
 use serde_json::{Value, json};
@@ -61,6 +62,7 @@ fn write_anew() {
         "parts": parts,
         "intents": [intent_example()],
         "dead_letters": [dead_letter_example()],
+        "stream_events": [stream_event_example()],
     });
     std::fs::write(FILE, serde_json::to_string_pretty(&file).unwrap() + "\n").unwrap();
 }
@@ -88,6 +90,76 @@ fn dead_letter_example() -> Value {
         "header_values": values.map(hex), "payload": hex(payload), "error": error, "sealed": hex(&sealed),
         "sealed_error": sealed_error,
     })
+}
+
+const EVENT: StreamEventPlace<'static> =
+    StreamEventPlace { consumer: "history", stream: "order-17", sequence: 3 };
+
+/// A buffered event, which has no token, so that its sealed form is always the same.
+fn stream_event_example() -> Value {
+    let event = b"{\"paid\":500}";
+    let sealed = seal_stream_event(&EVENT, event, &ring(&[1])).unwrap().unwrap();
+    json!({
+        "consumer": EVENT.consumer, "stream": EVENT.stream, "sequence": EVENT.sequence.to_string(), "event": hex(event),
+        "sealed": hex(&sealed),
+    })
+}
+
+#[test]
+fn the_published_event_is_written_and_opened() {
+    let file: Value = serde_json::from_str(&std::fs::read_to_string(FILE).unwrap()).unwrap();
+    assert_eq!(file["stream_events"], json!([stream_event_example()]));
+    let example = &file["stream_events"][0];
+    let sealed = bytes(&example["sealed"]);
+    let opened = open_stream_event(&EVENT, &sealed, &ring(&[2, 1])).unwrap().unwrap();
+    assert_eq!(opened, bytes(&example["event"]));
+    assert_eq!(open_stream_event(&EVENT, &sealed, &ring(&[2])), Err(SealError::KeyMissing(key(1).id())));
+    for place in [
+        StreamEventPlace { consumer: "history2", ..EVENT },
+        StreamEventPlace { stream: "order-18", ..EVENT },
+        StreamEventPlace { sequence: 4, ..EVENT },
+        // The lengths tell where one text ends and the next begins.
+        StreamEventPlace { consumer: "historyo", stream: "rder-17", ..EVENT },
+    ] {
+        assert_eq!(open_stream_event(&place, &sealed, &ring(&[1])), Err(SealError::Broken), "{place:?}");
+    }
+    for at in 7..sealed.len() {
+        let mut changed = sealed.clone();
+        changed[at] ^= 1;
+        assert!(open_stream_event(&EVENT, &changed, &ring(&[1])).is_err(), "byte {at}");
+        assert!(open_stream_event(&EVENT, &sealed[..at], &ring(&[1])).is_err(), "cut at {at}");
+    }
+    // A part of another kind is no event, and what is in clear is returned, unless it must be sealed.
+    let step = bytes(&file["parts"][0]["sealed"]);
+    assert_eq!(open_stream_event(&EVENT, &step, &ring(&[1])), Err(SealError::Broken));
+    assert_eq!(open_stream_event(&EVENT, b"clear", &ring(&[1])), Ok(None));
+    let strict = ring(&[1]).with_required(true);
+    assert_eq!(open_stream_event(&EVENT, b"clear", &strict), Err(SealError::NotSealed));
+    assert_eq!(seal_stream_event(&EVENT, b"", &ring(&[1]).with_opens_only(true)).unwrap(), None);
+}
+
+/// A program that completes records itself writes what a sealed store opens, and opens what a sealed store wrote.
+#[test]
+fn programs_and_sealed_stores_write_the_same_responses() {
+    let world = World::with(ring(&[1]));
+    let (id, token) = world.owned(1);
+    world.apply(id, complete(token)).unwrap();
+    let by_store = world.stored(id);
+    let by_program = seal_owners_response(id, token, &response(), &ring(&[1])).unwrap();
+    assert_eq!(by_program, by_store);
+    let opened = open_claimed_response(id, by_store.clone(), &ring(&[2, 1])).unwrap();
+    assert_eq!(opened, response());
+    let other = RecordId::from_bytes([9; 32]);
+    assert_eq!(open_claimed_response(other, by_store.clone(), &ring(&[1])), Err(SealError::Broken));
+    assert_eq!(
+        open_claimed_response(id, by_store, &Keyring::default()),
+        Err(SealError::KeyMissing(key(1).id()))
+    );
+    assert_eq!(open_claimed_response(id, response(), &ring(&[1])), Ok(response()));
+    let strict = ring(&[1]).with_required(true);
+    assert_eq!(open_claimed_response(id, response(), &strict), Err(SealError::NotSealed));
+    let opens = ring(&[1]).with_opens_only(true);
+    assert_eq!(seal_owners_response(id, token, &response(), &opens), Ok(response()));
 }
 
 #[test]

@@ -14,8 +14,9 @@ import (
 
 // Client opens connections as they are needed, and keeps them.
 type Client struct {
-	Address string
-	idle    chan *conn
+	Address  string
+	database int
+	idle     chan *conn
 }
 
 type conn struct {
@@ -24,7 +25,24 @@ type conn struct {
 }
 
 // New returns a client of the server at this address.
-func New(address string) *Client { return &Client{address, make(chan *conn, 64)} }
+func New(address string) *Client { return NewAt(address, 0) }
+
+// NewAt returns a client of a database of the server at this address.
+func NewAt(address string, database int) *Client {
+	return &Client{address, database, make(chan *conn, 64)}
+}
+
+// Close closes the connections that are not in use.
+func (c *Client) Close() {
+	for {
+		select {
+		case own := <-c.idle:
+			own.Close()
+		default:
+			return
+		}
+	}
+}
 
 // Reply has the shape of *redis.Cmd.
 type Reply struct {
@@ -65,11 +83,33 @@ func (c *Client) Do(ctx context.Context, words ...interface{}) *Reply {
 			return &Reply{err: err}
 		}
 		own = &conn{raw, bufio.NewReader(raw)}
+		if c.database != 0 {
+			if reply := c.exchange(ctx, own, []interface{}{"SELECT", c.database}); reply.err != nil {
+				own.Close()
+				return reply
+			}
+		}
 	}
+	reply := c.exchange(ctx, own, words)
+	var refused serverError
+	if reply.err != nil && !errors.As(reply.err, &refused) {
+		own.Close()
+		return reply
+	}
+	select {
+	case c.idle <- own:
+	default:
+		own.Close()
+	}
+	return reply
+}
+
+func (c *Client) exchange(ctx context.Context, own *conn, words []interface{}) *Reply {
 	deadline, _ := ctx.Deadline()
 	own.SetDeadline(deadline)
-	stop := make(chan struct{})
+	stop, stopped := make(chan struct{}), make(chan struct{})
 	go func() {
+		defer close(stopped)
 		select {
 		case <-ctx.Done():
 			own.SetDeadline(time.Unix(1, 0))
@@ -93,16 +133,8 @@ func (c *Client) Do(ctx context.Context, words ...interface{}) *Reply {
 		value, err = own.read()
 	}
 	close(stop)
-	var refused serverError
-	if err != nil && !errors.As(err, &refused) {
-		own.Close()
-		return &Reply{err: err}
-	}
-	select {
-	case c.idle <- own:
-	default:
-		own.Close()
-	}
+	// Otherwise it could end the next command on this connection.
+	<-stopped
 	return &Reply{value, err}
 }
 

@@ -5,7 +5,7 @@ needs no other package: those of a store or a framework are yours.
 """
 
 from .asgi import IdempotencyMiddleware, attempt_of
-from .engine import Attempt
+from .engine import Attempt, drain, drain_blocking
 from .errors import (
     ConfigError,
     InProgress,
@@ -16,6 +16,7 @@ from .errors import (
     ResponseSealed,
     StaleAttempt,
     StoreError,
+    StoreRefused,
     StoreUnavailable,
     Undecodable,
     Unreplayable,
@@ -23,6 +24,7 @@ from .errors import (
 from .flow import current_attempt
 from .functions import FunctionFailed, idempotent
 from .identity import derived_key, downstream_key, new_key
+from .ids import IdSecret
 from .memory import MemoryStore
 from .postgres import PostgresStore
 from .redis import RedisStore
@@ -35,6 +37,7 @@ __all__ = [
     "Attempt",
     "ConfigError",
     "FunctionFailed",
+    "IdSecret",
     "IdempotencyMiddleware",
     "InProgress",
     "KeyReused",
@@ -47,6 +50,7 @@ __all__ = [
     "ResponseSealed",
     "StaleAttempt",
     "StoreError",
+    "StoreRefused",
     "StoreUnavailable",
     "StoredResponse",
     "Undecodable",
@@ -58,6 +62,8 @@ __all__ = [
     "current_attempt",
     "derived_key",
     "downstream_key",
+    "drain",
+    "drain_blocking",
     "idempotent",
     "new_key",
     "sidecar_attempt",

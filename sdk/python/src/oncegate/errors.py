@@ -12,6 +12,7 @@ __all__ = [
     "ResponseSealed",
     "StaleAttempt",
     "StoreError",
+    "StoreRefused",
     "StoreUnavailable",
     "Undecodable",
     "Unreplayable",
@@ -31,12 +32,37 @@ class StoreError(OncegateError):
 
 
 class StoreUnavailable(StoreError):
-    """The store is out of reach, or has no space (`is_full`). `is_unsent` is true if it certainly applied no command."""
+    """The store is out of reach, or has no space (`is_full`). `is_unsent` is true if it certainly applied no command, and
+    `is_reached` if its server has answered, with an error, or had taken a connection that broke (`is_broken`), or if the error is
+    that of this process. A call of which the connection broke may be sent again on another one.
 
-    def __init__(self, text: str, *, is_unsent: bool = False, is_full: bool = False) -> None:
+    A server that was reached is no outage, so `store_outage="open"` does not execute.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        is_unsent: bool = False,
+        is_full: bool = False,
+        is_reached: bool = False,
+        is_broken: bool = False,
+    ) -> None:
         super().__init__(text)
         self.is_unsent = is_unsent or is_full
         self.is_full = is_full
+        self.is_broken = is_broken
+        self.is_reached = is_reached or is_full or is_broken
+
+
+class StoreRefused(StoreUnavailable):
+    """The store answers and cannot be used as it is: it belongs to an id secret, the contract or a right is missing, it evicts.
+
+    That is no outage, so `store_outage="open"` does not execute either.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, is_unsent=True, is_reached=True)
 
 
 class RecordCorrupt(StoreError):

@@ -13,6 +13,8 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from json.encoder import encode_basestring
 from typing import Any, Final
 
 from .identity import count, part
@@ -55,8 +57,15 @@ _PARAMETER = re.compile(
 )
 
 
-def media_type(field: bytes) -> tuple[bytes, tuple[bytes, bytes] | None, bytes | None]:
+_MediaType = tuple[bytes, tuple[bytes, bytes] | None, bytes | None]
+
+
+def media_type(field: bytes) -> _MediaType:
     """The name that is compared, the type (None if the body is raw for its type), and the boundary."""
+    return _short_media_type(field) if len(field) <= 64 else _media_type(field)
+
+
+def _media_type(field: bytes) -> _MediaType:
     field = field.strip(b" \t")
     essence = _ESSENCE.match(field)
     if not essence:
@@ -87,11 +96,14 @@ def media_type(field: bytes) -> tuple[bytes, tuple[bytes, bytes] | None, bytes |
     return name, (top, sub), parameters.get(b"boundary")
 
 
+_short_media_type = lru_cache(maxsize=256)(_media_type)
+
+
 # JSON
 
 
 class _Number(str):
-    """A number as it was written."""
+    """A number in its canonical form, if Python may write it in another way."""
 
     __slots__ = ()
 
@@ -129,9 +141,16 @@ def _canonical_number(text: str) -> str:
     return f"{sign}{shortest[0]}{'.' if len(shortest) > 1 else ''}{shortest[1:]}e{point - 1}"
 
 
+def _folded(name: str) -> str:
+    """The name without regard to case. Both ways, letter by letter: `ß` is `SS` only in upper case."""
+    if name.isascii():
+        return name.lower()
+    return "".join(map(str.lower, "".join(map(str.upper, name))))
+
+
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Some programs read members without regard to case.
-    if len({name.lower() for name, _ in pairs}) < len(pairs):
+    if len({_folded(name) for name, _ in pairs}) < len(pairs):
         raise NotCanonical("two members of one name")
     return dict(pairs)
 
@@ -140,9 +159,72 @@ def _no_constant(text: str) -> Any:
     raise NotCanonical(text)
 
 
+def _integer(text: str) -> int:
+    number = int(text)
+    if not -MAX_SAFE_INTEGER <= number <= MAX_SAFE_INTEGER:
+        raise NotCanonical("magnitude")
+    return number
+
+
+def _usual_float(text: str) -> float | int | None:
+    number = float(text)
+    # At most 15 digits survive the way into a double and back, and in this range Python and ECMAScript write them alike.
+    if len(text) > 16 or not 1e-4 <= abs(number) < 1e15 or "e" in text or "E" in text:
+        return None
+    return int(number) if number.is_integer() else number
+
+
+def _float(text: str) -> float | int | _Number:
+    usual = _usual_float(text)
+    return _Number(_canonical_number(text)) if usual is None else usual
+
+
+# Hooks in Python, and not types, let other threads run while a large body is decoded.
 _DECODER = json.JSONDecoder(
-    parse_int=_Number, parse_float=_Number, parse_constant=_no_constant, object_pairs_hook=_members
+    parse_int=_integer, parse_float=_float, parse_constant=_no_constant, object_pairs_hook=_members
 )
+
+
+class _Unusual(Exception):
+    """The encoder of Python may write this value in another way than RFC 8785."""
+
+
+def _usual_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    names = "".join(members)
+    if not names.isascii():
+        # Python sorts by code points, and RFC 8785 by units of UTF-16.
+        raise _Unusual
+    # Names in lower case are equal or differ for every program.
+    return members if len(members) == len(pairs) and names == names.lower() else _members(pairs)
+
+
+def _only_usual_float(text: str) -> float | int:
+    usual = _usual_float(text)
+    if usual is None:
+        raise _Unusual
+    return usual
+
+
+_USUAL_DECODER = json.JSONDecoder(
+    parse_int=_integer, parse_float=_only_usual_float, parse_constant=_no_constant, object_pairs_hook=_usual_members
+)
+_USUAL_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=True, separators=(",", ":"))
+
+
+def _usual_json(text: str) -> bytes | None:
+    """The canonical form of a text by the encoder of Python. None: it has something that this encoder may write otherwise.
+
+    Raises ValueError, RecursionError or :class:`NotCanonical` if there is none.
+    """
+    # It cannot be nested deeper than it has brackets.
+    if text.count("{") + text.count("[") > MAX_DEPTH:
+        return None
+    try:
+        # Half a surrogate pair cannot be encoded.
+        return _USUAL_ENCODER.encode(_USUAL_DECODER.decode(text)).encode()
+    except _Unusual:
+        return None
 
 
 def parse_json(body: bytes) -> Any:
@@ -160,16 +242,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 def _canonical_string(text: str) -> str:
     if _SURROGATE.search(text):
         raise NotCanonical("half a surrogate pair")
-    # What ensure_ascii leaves alone is what RFC 8785 leaves alone.
-    return json.dumps(text, ensure_ascii=False)
+    # This is what `json.dumps` does with ensure_ascii=False, which leaves alone what RFC 8785 leaves alone.
+    return encode_basestring(text)
 
 
 def canonical_json(value: Any, depth: int = 0) -> str:
     """The value by RFC 8785."""
-    if isinstance(value, _Number):
-        return _canonical_number(value)
     if isinstance(value, str):
-        return _canonical_string(value)
+        return value if isinstance(value, _Number) else _canonical_string(value)
     if isinstance(value, list | dict) and depth == MAX_DEPTH:
         raise NotCanonical("depth")
     if isinstance(value, list):
@@ -178,7 +258,9 @@ def canonical_json(value: Any, depth: int = 0) -> str:
         named = [(name, _canonical_string(name)) for name in value]
         named.sort(key=lambda pair: pair[0].encode("utf-16-be"))
         return "{" + ",".join(f"{text}:{canonical_json(value[name], depth + 1)}" for name, text in named) + "}"
-    return "null" if value is None else "true" if value is True else "false"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "true" if value else "false"
+    return repr(value)
 
 
 _ABSENT: Final = object()
@@ -238,6 +320,13 @@ def _says_something(value: Any) -> bool:
 
 
 def _json_body(body: bytes, rules: Rules) -> tuple[bytes, bytes]:
+    if not rules.include and not rules.exclude:
+        try:
+            usual = _usual_json(body.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise NotCanonical("no JSON") from error
+        if usual is not None:
+            return b"json", part(usual)
     value = parse_json(body)
     whole = canonical_json(value)
     if not rules.include and not rules.exclude:
@@ -364,11 +453,10 @@ def tag_and_digest(
     except (NotCanonical, RecursionError):
         tag, content = b"raw", part(body)
     listed = sorted(((field.encode(), value) for field, value in headers), key=lambda header: header[0])
-    digest = hashlib.sha256()
-    for text in ("oncegate-fp-1", method, authority, target):
-        digest.update(part(text.encode()))
-    digest.update(part(name) + part(tag) + part(content_coding.lower().encode()))
-    digest.update(count(len(listed)) + b"".join(part(field) + part(value) for field, value in listed))
+    parts = [b"oncegate-fp-1", method.encode(), authority.encode(), target.encode(), name, tag]
+    digest = hashlib.sha256(b"".join(map(part, [*parts, content_coding.lower().encode()])) + count(len(listed)))
+    for field, value in listed:
+        digest.update(part(field) + part(value))
     digest.update(content)
     return tag.decode(), digest.digest()
 

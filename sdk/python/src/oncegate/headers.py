@@ -48,11 +48,13 @@ def without(headers: Iterable[Field], *names: str) -> list[Field]:
 
 def kept(headers: Sequence[Field], more: frozenset[str]) -> list[Field]:
     """The fields that a record keeps, fields of one name next to each other."""
-    nominated = {token.strip(b" \t").lower() for value in get_all(headers, "connection") for token in value.split(b",")}
+    connection = get_all(headers, "connection")
+    nominated = {token.strip(b" \t").lower() for value in connection for token in value.split(b",")}
     groups: dict[str, list[Field]] = {}
-    for name, value in headers:
-        if (name in KEPT or name in more) and name.encode() not in nominated:
-            groups.setdefault(name, []).append((name, value))
+    for field in headers:
+        name = field[0]
+        if (name in KEPT or name in more) and not (nominated and name.encode() in nominated):
+            groups.setdefault(name, []).append(field)
     return [field for group in groups.values() for field in group]
 
 

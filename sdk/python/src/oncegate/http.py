@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from . import credential, paths
 from .fingerprint import MissingMember, NotJson, decode_body, fingerprint, natural_key, parts_fingerprint
 from .headers import MAX_KEPT_FIELDS, Field, get, get_all, kept, put, restored, without
-from .identity import caller_tag, key_tag, record_id
+from .ids import Ids
 from .keys import DIFFERING, OTHER_SPELLING, SEVERAL, UNREADABLE, KeyFieldError
 from .refusal import Answer, Refusal, add_fields
 from .response import StoredResponse
 from .scope import NoCaller
 from .settings import Settings
+from .values import Throttle
 
 HOST_BYTES = 10
+NOT_SET, SIDECAR = Throttle(), Throttle()
 _EFFECT_FREE = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})
 MAX_OPERATION_BYTES = 256
 
@@ -27,15 +31,20 @@ REUSED_MEMBERS = (
 Treatment = Literal["replay", "release", "tombstone", "unknown"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Head:
-    """The head of a request. The path is as it was sent, percent-encoded. Names of fields are in lower case."""
+    """The head of a request. It does not change.
+
+    The path is as it was sent, percent-encoded. Names of fields are in lower case.
+    """
 
     method: str
     path: str
     query: str | None
     headers: list[Field]
     authority: str | None = None
+    request: Any = field(default=None, repr=False, compare=False)
+    """The request as the framework has it: the scope of ASGI, the environ of WSGI, or the request of Django."""
 
     def host(self) -> str:
         """The host in lower case, without a default port."""
@@ -43,12 +52,26 @@ class Head:
             host = self.authority.lower()
         else:
             host = b", ".join(get_all(self.headers, "host")).decode("utf-8", "replace").strip().lower()
-        host = host.rpartition("@")[2]
+        if "@" in host:
+            host = host.rpartition("@")[2]
+        if not host.endswith(("0", "3", ":")):
+            return host
         # TLS may have ended in a proxy in front, so both ports are default ports.
         for port in (":80", ":443", ":"):
             if host.endswith(port):
                 return host.removesuffix(port)
         return host
+
+
+def _for_sidecar(head: Head, refused: Answer) -> Answer:
+    """The refusal of a request that comes through a sidecar: the sidecar does not keep it as the response of the operation."""
+    if get(head.headers, "oncegate-record") is None:
+        return refused
+    SIDECAR.warn(
+        "requests with a key come through a sidecar, which has claimed the key already. Use the sidecar or the middleware for a "
+        "path, and not both; oncegate.sidecar_attempt has the attempt of the sidecar"
+    )
+    return Answer(refused.status, put(refused.headers, "idempotency-store", b"release"), refused.body, refused.problem)
 
 
 @dataclass(slots=True)
@@ -62,7 +85,7 @@ class Keyed:
     echo: Field | None = None
 
     def refuse(self, refusal: Refusal) -> Answer:
-        return self.echoed(refusal.answer(self.settings))
+        return self.echoed(_for_sidecar(self.head, refusal.answer(self.settings)))
 
     def echoed(self, answer: Answer) -> Answer:
         if self.echo is None:
@@ -70,9 +93,9 @@ class Keyed:
         return Answer(answer.status, put(answer.headers, *self.echo), answer.body, answer.problem)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Operation:
-    """What is claimed."""
+    """What is claimed. It does not change."""
 
     record: bytes
     fingerprint: bytes
@@ -84,17 +107,17 @@ class Operation:
 
 def may_have_key(settings: Settings, head: Head) -> bool:
     """False if the request passes without a look at its body."""
-    names = {name for name, _ in head.headers}
-    return (
-        bool(settings.natural_key)
-        or any(name in names for name in settings.key_headers)
-        or _is_misspelt(settings, names)
-    )
-
-
-def _is_misspelt(settings: Settings, names: set[str]) -> bool:
     own = settings.key_headers
-    return any(name not in own and any(credential.is_other_spelling(name, key) for key in own) for name in names)
+    return bool(settings.natural_key) or any(name in own for name, _ in head.headers) or _is_misspelt(own, head.headers)
+
+
+def _is_misspelt(own: tuple[str, ...], headers: list[Field]) -> bool:
+    for key in own:
+        size = len(key)
+        for name, _ in headers:
+            if len(name) == size and name not in own and credential.is_other_spelling(name, key):
+                return True
+    return False
 
 
 def begin(settings: Settings, head: Head) -> Keyed | Answer | None:
@@ -103,7 +126,7 @@ def begin(settings: Settings, head: Head) -> Keyed | Answer | None:
     has_path = head.path.startswith("/")
     if not has_path and method not in _EFFECT_FREE:
         detail = "Nothing was executed. The target of the request is not a path."
-        return Refusal("request-malformed", detail).answer(settings)
+        return _for_sidecar(head, Refusal("request-malformed", detail).answer(settings))
     if method not in settings.methods or not has_path:
         return None
     if not may_have_key(settings, head) and not settings.require_key:
@@ -131,32 +154,36 @@ def _identify(keyed: Keyed) -> Answer | None:
     settings, head = keyed.settings, keyed.head
     authority = head.host() if settings.authority == "scope" else None
     try:
-        keyed.caller = settings.caller.identify(head.headers, head.host(), authority, settings.key_headers)
+        keyed.caller = settings.caller.identify(head.headers, head.host, authority, settings.key_headers, head.request)
     except NoCaller as error:
+        if error.condition == "scope-not-set":
+            NOT_SET.warn("a request was refused (scope-not-set): set `scope` to what tells callers apart. %s", error)
         return keyed.refuse(Refusal(error.condition, str(error), status=error.status))
     return None
 
 
 def _key_in_head(settings: Settings, head: Head) -> tuple[str | None, Field | None]:
-    if _is_misspelt(settings, {name for name, _ in head.headers}):
+    if _is_misspelt(settings.key_headers, head.headers):
         raise KeyFieldError(OTHER_SPELLING)
     fields = [(name, lines) for name in settings.key_headers if (lines := get_all(head.headers, name))]
     if any(len(lines) > 1 for _, lines in fields):
         raise KeyFieldError(SEVERAL)
     if not fields:
         return None, None
-    keys = {settings.grammar.parse(lines[0]) for _, lines in fields}
-    if len(keys) > 1:
+    (name, (line,)), *others = fields
+    key = settings.grammar.parse(line)
+    if any(settings.grammar.parse(lines[0]) != key for _, lines in others):
         raise KeyFieldError(DIFFERING)
-    echo = (fields[0][0], fields[0][1][0]) if settings.echo_key else None
-    return keys.pop(), echo
+    return key, (name, line) if settings.echo_key else None
 
 
 def identify(keyed: Keyed, body: bytes) -> Operation | Answer | None:
     """Looks at the body of a request. None: it has no key and needs none, so it passes."""
     settings, head = keyed.settings, keyed.head
     codings = get_all(head.headers, "content-encoding")
-    decoded, coding = decode_body(b", ".join(codings), len(codings), body, settings.max_request_body)
+    decoded, coding = body, ""
+    if codings:
+        decoded, coding = decode_body(b", ".join(codings), len(codings), body, settings.max_request_body)
     content_type = b", ".join(get_all(head.headers, "content-type"))
     key = keyed.key
     if settings.natural_key:
@@ -182,16 +209,18 @@ def identify(keyed: Keyed, body: bytes) -> Operation | Answer | None:
         parts += [name.encode(), b", ".join(lines)]
     own_key = key.encode()
     return Operation(
-        record_id(settings.service, keyed.caller, parts, own_key),
+        settings.ids.record(settings.service, keyed.caller, parts, own_key),
         _fingerprint(settings, head, path, content_type, coding, decoded),
-        caller_tag(keyed.caller),
-        key_tag(own_key),
+        settings.ids.caller_tag(keyed.caller),
+        settings.ids.key_tag(own_key),
         _cut(f"{method} {path}"),
         key,
     )
 
 
 def _cut(name: str) -> str:
+    if name.isascii():
+        return name[:MAX_OPERATION_BYTES]
     return name.encode()[:MAX_OPERATION_BYTES].decode("utf-8", "ignore")
 
 
@@ -237,10 +266,19 @@ def _fingerprint(settings: Settings, head: Head, path: str, content_type: bytes,
         )
     else:
         digest = fingerprint(head.method.upper(), target, headers=fields)
+    own = settings.ids.fingerprint(digest)
     if settings.authority != "compare":
-        return digest
+        return own
     # The last bytes are those of the host, so that a request to another host can be told from another request.
-    return digest[:-HOST_BYTES] + parts_fingerprint("host", [head.host().encode()])[-HOST_BYTES:]
+    host = head.host()
+    return own[:-HOST_BYTES] + (_usual_host_end if len(host) <= 64 else _host_end)(settings.ids, host)
+
+
+def _host_end(ids: Ids, host: str) -> bytes:
+    return ids.fingerprint(parts_fingerprint("host", [host.encode()]))[-HOST_BYTES:]
+
+
+_usual_host_end = lru_cache(maxsize=256)(_host_end)
 
 
 def differs_in_host_only(stored: bytes, own: bytes) -> bool:
@@ -254,6 +292,7 @@ def retry_after(lease_left: float, running_for: float) -> int:
 
 # Responses
 
+_NOT_IN_FIELDS = re.compile(rb"[\r\n\0]")
 _DIRECTIVES = frozenset({b"replay", b"release", b"tombstone", b"unknown"})
 
 
@@ -274,7 +313,10 @@ def passed(settings: Settings, headers: list[Field]) -> list[Field]:
 
 def executed(settings: Settings, path: str, status: int, headers: list[Field]) -> Executed:
     """Decides what is done with a handler's response, by its head."""
-    lines = [value.strip().lower() for value in get_all(headers, "idempotency-store")]
+    if any(_NOT_IN_FIELDS.search(value) for _, value in headers):
+        # No server sends these characters, so that each replay would fail.
+        headers = [(name, _NOT_IN_FIELDS.sub(b" ", value)) for name, value in headers]
+    lines = [value.strip().lower() for name, value in headers if name == "idempotency-store"]
     directive = lines[0] if lines and lines[0] in _DIRECTIVES and len(set(lines)) == 1 else None
     headers = passed(settings, headers)
     treatment = _treatment(settings, path, status, headers, directive)
@@ -374,6 +416,14 @@ def overloaded(keyed: Keyed, detail: str) -> Answer:
 TOO_MANY = (
     "Nothing was executed: too many requests with a key are in progress, or too many responses wait for their clients. Send "
     "the same request with the same key later."
+)
+NO_LENGTH = (
+    "Nothing was executed: the request has no Content-Length, and the server of this service cannot tell where its body ends. "
+    "Send the field Content-Length."
+)
+SAME_RECORD = (
+    "Nothing was executed. A sidecar of Oncegate in front of the service and the service itself use one store and one name of "
+    "the service, so each waits for the other. The operator of the service has to leave the protection to one of them."
 )
 _AGAIN = "Send the same request with the same key later."
 BUDGET_USED_UP = f"Nothing was executed: the memory for the bodies of requests is used up. {_AGAIN}"

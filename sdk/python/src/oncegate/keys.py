@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import ConfigError
+from .values import choice, did_you_mean
 
 __all__ = ["Grammar", "KeyFieldError"]
 
@@ -51,8 +52,9 @@ class Grammar:
 
     @classmethod
     def of(cls, syntax: str, key_format: str) -> Grammar:
-        if syntax not in ("lenient", "strict", "raw"):
-            raise ConfigError(f"key_syntax is {syntax!r}; use 'lenient', 'strict' or 'raw'")
+        choice("key_syntax", syntax, ("lenient", "strict", "raw"))
+        if not isinstance(key_format, str):
+            raise ConfigError(f"key_format is {key_format!r}; use 'any', 'uuid', 'ulid' or 'pattern:REGEX'")
         if key_format in ("any", "uuid", "ulid"):
             return cls(syntax, key_format)  # type: ignore[arg-type]
         if key_format.startswith("pattern:"):
@@ -60,7 +62,8 @@ class Grammar:
                 return cls(syntax, key_format, re.compile(key_format.removeprefix("pattern:")))  # type: ignore[arg-type]
             except re.error as error:
                 raise ConfigError(f"key_format {key_format!r} is no regular expression: {error}") from error
-        raise ConfigError(f"key_format is {key_format!r}; use 'any', 'uuid', 'ulid' or 'pattern:REGEX'")
+        hint = did_you_mean(key_format, ("any", "uuid", "ulid"))
+        raise ConfigError(f"key_format is {key_format!r}; use 'any', 'uuid', 'ulid' or 'pattern:REGEX'{hint}")
 
     def parse(self, field: bytes) -> str:
         """The key in a field. Raises :class:`KeyFieldError`."""

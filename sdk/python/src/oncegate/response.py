@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from .headers import kept
 
 __all__ = ["Fields", "StoredResponse"]
 
@@ -31,11 +34,15 @@ class StoredResponse:
 
     @classmethod
     def of(
-        cls, status: int, headers: Iterable[tuple[str, bytes | str]] = (), body: bytes | str = b""
+        cls,
+        status: int,
+        headers: Mapping[str, bytes | str] | Iterable[tuple[str, bytes | str]] = (),
+        body: bytes | str = b"",
     ) -> StoredResponse:
         """A response from texts or bytes. Names of header fields are brought to lower case."""
+        listed = headers.items() if isinstance(headers, Mapping) else headers
         fields = tuple(
-            (name.lower(), value.encode("latin-1") if isinstance(value, str) else value) for name, value in headers
+            (name.lower(), value.encode("latin-1") if isinstance(value, str) else value) for name, value in listed
         )
         return cls(status, fields, body.encode() if isinstance(body, str) else body)
 
@@ -76,3 +83,28 @@ class StoredResponse:
         except (struct.error, UnicodeDecodeError) as error:
             raise DecodeError("the stored response is damaged") from error
         return cls(status, tuple(fields[:headers]), bytes(encoded[at:]), tuple(fields[headers:]))
+
+
+def response_of(response: Any, more: frozenset[str] = frozenset()) -> StoredResponse:
+    """The stored response for a response of this library or of Starlette, FastAPI, Django, Flask or Werkzeug.
+
+    Of a framework's response, the header fields that a record keeps are taken, and those in `more`. Raises TypeError for
+    everything else, and for a response whose body is not there yet.
+    """
+    if isinstance(response, StoredResponse):
+        return response
+    kind = f"{type(response).__module__}.{type(response).__name__}"
+    wanted = (
+        "pass a StoredResponse, such as oncegate.StoredResponse.of(201, [('content-type', 'application/json')], b'{}')"
+    )
+    if getattr(response, "streaming", False) or getattr(response, "is_streamed", False):
+        raise TypeError(f"the response is a {kind}, whose body is a stream: {wanted}")
+    if getattr(response, "is_rendered", True) is False:
+        raise TypeError(f"the response is a {kind} that is not rendered yet: call its render() first")
+    status, headers = getattr(response, "status_code", None), getattr(response, "headers", None)
+    bodies = (getattr(response, name, None) for name in ("body", "content", "data"))
+    body = next((found for found in bodies if isinstance(found, bytes)), None)
+    if not isinstance(status, int) or headers is None or body is None:
+        raise TypeError(f"the response is a {kind}: {wanted}, or a response of Starlette, FastAPI, Django or Flask")
+    fields = [(name.lower(), value.encode("latin-1")) for name, value in headers.items()]
+    return StoredResponse(status, tuple(kept(fields, more)), body)

@@ -7,6 +7,8 @@ In a blocking program the coroutines of the engine never suspend: whatever they 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import errno
 import heapq
 import itertools
 import logging
@@ -22,6 +24,26 @@ T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, T]]
 log = logging.getLogger("oncegate")
 STORE_THREADS = 32
+# The number of timers from which cancelled ones are removed.
+MOST_TIMERS = 1000
+# Timers on an event loop that run for at least a second share one for each 50 ms.
+LONG, STEP = 1.0, 0.05
+
+
+# The process, or the machine, has no file descriptors or memory for a connection.
+USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+def is_used_up() -> bool:
+    """True if this process can open nothing, so that an error does not tell if a server is away. Clients may have caused it.
+
+    The name of a server is not found either then, for example.
+    """
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return True
+    return False
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
@@ -83,6 +105,82 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
+class _LongTimer:
+    __slots__ = ("_others", "callback")
+
+    def __init__(self, others: dict[_LongTimer, None], callback: Callable[[], Any]) -> None:
+        self._others, self.callback = others, callback
+        others[self] = None
+
+    def cancel(self) -> None:
+        self._others.pop(self, None)
+
+
+class _LongTimers:
+    """Timers of an event loop that may be some milliseconds late.
+
+    Each request has some, which are nearly always cancelled. Those of the loop cost several times as much, and stay in memory
+    until they are due.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._steps: dict[int, dict[_LongTimer, None]] = {}
+
+    def later(self, seconds: float, callback: Callable[[], Any]) -> Handle:
+        if seconds < LONG:
+            return self.loop.call_later(seconds, callback)
+        step = int((self.loop.time() + seconds) / STEP) + 1
+        timers = self._steps.get(step)
+        if timers is None:
+            timers = self._steps[step] = {}
+            # It serves many requests, so that it has the context of none.
+            self.loop.call_at(step * STEP, self._run, step, context=contextvars.Context())
+        return _LongTimer(timers, callback)
+
+    def _run(self, step: int) -> None:
+        timers = self._steps.pop(step)
+        while timers:
+            timer, _ = timers.popitem()
+            timer.callback()
+
+
+_timers: _LongTimers | None = None
+
+
+def long_timers() -> _LongTimers:
+    """Those of the running event loop."""
+    global _timers
+    loop, own = asyncio.get_running_loop(), _timers
+    if own is None or own.loop is not loop:
+        own = _timers = _LongTimers(loop)
+    return own
+
+
+class TimeLimit:
+    """What `asyncio.timeout` does, by a long timer: the block raises TimeoutError if it takes longer."""
+
+    __slots__ = ("_cancelling", "_is_over", "_seconds", "_task", "_timer")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._is_over = seconds, False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._timer = long_timers().later(self._seconds, self._end)
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        self._timer.cancel()
+        if self._is_over and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise TimeoutError from error
+
+
 class LoopRuntime:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -113,7 +211,7 @@ class LoopRuntime:
         return task
 
     def later(self, seconds: float, work: Work[Any]) -> Handle:
-        return asyncio.get_running_loop().call_later(seconds, lambda: self.spawn(work()))
+        return long_timers().later(seconds, lambda: self.spawn(work()))
 
     def event(self) -> Event:
         return _LoopEvent()
@@ -153,23 +251,32 @@ class ThreadRuntime:
     def _reset(self) -> None:
         self._process = os.getpid()
         self._pool: ThreadPoolExecutor | None = None
+        # Work in the background waits for calls of the store, so that it must not take their threads.
+        self._background: ThreadPoolExecutor | None = None
         self._wakes = threading.Condition(threading.Lock())
         self._timers: list[tuple[float, int, _TimerHandle, Work[Any]]] = []
+        self._most_timers = MOST_TIMERS
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
-    def _executor(self) -> ThreadPoolExecutor:
+    def _executor(self, *, background: bool = False) -> ThreadPoolExecutor:
         with self._lock:
             if self._process != os.getpid():
                 self._reset()
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(STORE_THREADS, "oncegate")
-            return self._pool
+            if self._background is None:
+                self._background = ThreadPoolExecutor(STORE_THREADS, "oncegate-background")
+            return self._background if background else self._pool
 
     async def call(self, work: Work[T], timeout: float, *, in_thread: bool) -> T:
         if not in_thread:
             return run_blocking(work())
-        future = self._executor().submit(lambda: run_blocking(work()))
+        try:
+            future = self._executor().submit(lambda: run_blocking(work()))
+        except RuntimeError:
+            # The interpreter is ending, and starts no threads any more.
+            return run_blocking(work())
         try:
             return future.result(timeout)
         except FutureTimeoutError:
@@ -186,6 +293,11 @@ class ThreadRuntime:
         self._executor()
         handle = _TimerHandle()
         with self._wakes:
+            if len(self._timers) >= self._most_timers:
+                # Those of attempts that have ended would stay until a third of their leases is over.
+                self._timers = [timer for timer in self._timers if not timer[2].is_cancelled]
+                heapq.heapify(self._timers)
+                self._most_timers = max(MOST_TIMERS, 2 * len(self._timers))
             heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), handle, work))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._tick, name="oncegate-timers", daemon=True)
@@ -202,7 +314,7 @@ class ThreadRuntime:
                 _, _, handle, work = heapq.heappop(self._timers)
             if not handle.is_cancelled:
                 try:
-                    self._executor().submit(_logged, work)
+                    self._executor(background=True).submit(_logged, work)
                 except RuntimeError:
                     return  # the interpreter is ending
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from . import credential
 from .errors import ConfigError
 from .headers import Field, get_all
+from .values import did_you_mean, texts
 
 _COOKIE_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+EXAMPLE = "scope=lambda request: request['session'].get('user')"
 _SPACE = b" \t\n\r\x0c"
 
 
@@ -27,9 +31,10 @@ class NoCaller(Exception):
 @dataclass(frozen=True, slots=True)
 class _Part:
     kind: str
-    source: Literal["header", "cookie", "host"]
+    source: Literal["header", "cookie", "host", "function"]
     name: str
     required: bool
+    identify: Callable[[Any], Any] | None = None
 
     def shown(self) -> str:
         match self.source:
@@ -37,6 +42,8 @@ class _Part:
                 return f"The header field {self.name}"
             case "cookie":
                 return f"The cookie {self.name}"
+            case "function":
+                return "The identity of the caller"
             case _:
                 return "The host"
 
@@ -49,12 +56,19 @@ class CallerScope:
     is_chosen: bool
 
     @classmethod
-    def of(cls, scope: str | Sequence[str] | None) -> CallerScope:
-        """A scope by its names: `required-header:x-tenant`, `cookie:sid`, `host`, `single-tenant`, or a list of them."""
+    def of(cls, scope: Any) -> CallerScope:
+        """A scope by its names: `required-header:x-tenant`, `cookie:sid`, `host`, `single-tenant`, or a list of them.
+
+        Or a function from the request of the framework to the identity of its caller.
+        """
+        if callable(scope) and not isinstance(scope, type):
+            if inspect.iscoroutinefunction(scope):
+                raise ConfigError(f"scope is a function that is async; write one that returns the identity: {EXAMPLE}")
+            return cls((_Part("function", "function", "", True, scope),), True)
         if scope is None:
             return cls((_Part("header:authorization", "header", "authorization", False),), False)
-        names = [scope] if isinstance(scope, str) else list(scope)
-        if names == ["single-tenant"]:
+        names = texts("scope", scope, "required-header:x-tenant")
+        if names == ("single-tenant",):
             return cls((), True)
         parts: dict[str, _Part] = {}
         for name in names:
@@ -67,16 +81,40 @@ class CallerScope:
             raise ConfigError("scope is empty; write 'single-tenant' if there is one caller only")
         return cls(tuple(sorted(parts.values(), key=lambda part: part.kind)), True)
 
+    def advice(self) -> str | None:
+        """What the operator should know about this scope at the start."""
+        if not self.is_chosen:
+            return (
+                "scope is not set: Authorization tells callers apart, and a caller with another Authorization is another caller, "
+                "so that a retry with a renewed token executes again. Requests with other credentials are refused"
+            )
+        for part in self.parts:
+            is_credential = part.source == "cookie" or (part.source == "header" and credential.is_credential(part.name))
+            if is_credential or part.name == "authorization":
+                return (
+                    f"scope has {part.kind}: a caller whose credential has changed is another caller, so that a retry with it "
+                    "executes again. Tokens that are renewed and cookies that contain the session change: use a function that "
+                    "returns the user"
+                )
+        return None
+
     def allows_anonymous(self) -> bool:
         return bool(self.parts) and not any(part.required and part.source != "host" for part in self.parts)
 
     def identify(
-        self, headers: Sequence[Field], host: str, authority: str | None, key_headers: Iterable[str]
+        self,
+        headers: Sequence[Field],
+        host: Callable[[], str],
+        authority: str | None,
+        key_headers: Iterable[str],
+        request: Any = None,
     ) -> list[tuple[str, bytes]]:
         """The parts that identify the caller. Raises :class:`NoCaller`."""
         found: list[tuple[str, bytes]] = []
+        if not self.parts and authority is None:
+            return found
         for part in self.parts:
-            value = _identity(part, headers, host)
+            value = _identity(part, headers, host) if part.identify is None else _of_function(part.identify(request))
             if value:
                 found.append((part.kind, value))
             elif part.required:
@@ -96,6 +134,19 @@ class CallerScope:
         return found
 
 
+def _of_function(identity: Any) -> bytes | None:
+    if identity is None or isinstance(identity, str):
+        return (identity or "").encode() or None
+    if isinstance(identity, int | uuid.UUID) and not isinstance(identity, bool):
+        return str(identity).encode()
+    if inspect.iscoroutine(identity):
+        identity.close()
+    raise ConfigError(
+        f"the function of scope returned a {type(identity).__name__}; return a text or a whole number, or None if nothing "
+        f"identifies the caller: {EXAMPLE}"
+    )
+
+
 def _part(name: str) -> _Part:
     source, colon, own = name.partition(":")
     required = source.startswith("required-")
@@ -106,19 +157,23 @@ def _part(name: str) -> _Part:
         return _Part(f"cookie:{own}", "cookie", own, required)
     if name == "host":
         return _Part("host", "host", "", True)
+    hint = did_you_mean(name, ("single-tenant", "host"))
+    if not hint and "-" in name and _COOKIE_NAME.fullmatch(name):
+        # The name of a field, such as `X-Api-Key`.
+        hint = f"; did you mean 'required-header:{name}'?"
     raise ConfigError(
         f"scope has {name!r}; use 'header:NAME', 'required-header:NAME', 'cookie:NAME', 'required-cookie:NAME', 'host', or "
-        "'single-tenant' alone"
+        f"'single-tenant' alone{hint if name != 'single-tenant' else ''}"
     )
 
 
-def _identity(part: _Part, headers: Sequence[Field], host: str) -> bytes | None:
+def _identity(part: _Part, headers: Sequence[Field], host: Callable[[], str]) -> bytes | None:
     repeated = NoCaller(
         f"{part.shown()} was sent more than once, or with a `_` instead of a `-` in its name, and the service tells callers "
         "apart by it. Nothing was executed for this request."
     )
     if part.source == "host":
-        return host.encode()
+        return host().encode()
     if part.source == "cookie":
         name = part.name.encode()
         pairs = [pair.partition(b"=") for line in get_all(headers, "cookie") for pair in line.split(b";")]

@@ -19,7 +19,7 @@ from .errors import ConfigError, RecordCorrupt, ResponseSealed
 from .response import DecodeError, StoredResponse
 from .store import Claim, Claimed, EndState, Settled, Store, StoredRecord
 
-__all__ = ["SealKey", "SealedStore", "open_sealed", "seal"]
+__all__ = ["SealKey", "SealKeys", "SealedStore", "open_sealed", "seal"]
 
 _LABEL = b"oncegate-seal-1"
 _MAGIC = b"\0ogseal\x01"
@@ -88,24 +88,67 @@ def open_sealed(keys: Iterable[SealKey], record: bytes, sealed: bytes, more: byt
         raise RecordCorrupt("the sealed response was changed or moved") from error
 
 
+class SealKeys:
+    """The keys of a program: the first seals, all open.
+
+    With `required`, responses in clear are refused: set it when no record from before the sealing is left. With `opens_only`,
+    nothing is sealed.
+    """
+
+    def __init__(self, keys: Iterable[SealKey | str], *, required: bool = False, opens_only: bool = False) -> None:
+        self.keys = tuple(key if isinstance(key, SealKey) else SealKey.parse(key) for key in keys)
+        if not self.keys:
+            raise ConfigError("sealing needs at least one key")
+        self.required, self.opens_only = required, opens_only
+
+    @classmethod
+    def of(cls, keys: SealKeys | Iterable[SealKey | str]) -> SealKeys:
+        return keys if isinstance(keys, SealKeys) else cls(keys)
+
+    def seal_response(self, record: bytes, token: int, encoded: bytes) -> bytes:
+        """The sealed form of the response of an owner, which is a stored response itself. Unchanged if the keys only open."""
+        if self.opens_only:
+            return encoded
+        sealed = seal(self.keys[0], OWNER, record, token, encoded)
+        return StoredResponse(500, ((FIELD, b"1"),), sealed).encode()
+
+    def open_response(self, record: bytes, encoded: bytes, writer: StoredRecord | None = None) -> bytes:
+        """The response that was sealed for this record. `writer` is the whole record, if it is known: it must have written it."""
+        if not _is_sealed(encoded):
+            if self.required:
+                raise ResponseSealed("the stored response is not sealed, and must be")
+            return encoded
+        part, token, plaintext = open_sealed(self.keys, record, StoredResponse.decode(encoded).body)
+        is_response = part in (OWNER, OPERATOR)
+        if writer is not None:
+            is_response = part == OPERATOR if writer.by_operator else (part, token) == (OWNER, writer.token)
+        if not is_response:
+            raise RecordCorrupt("the sealed response does not belong to this attempt")
+        return plaintext
+
+
 class SealedStore:
     """A store whose responses are sealed with the first of the keys, and opened with any of them."""
 
-    def __init__(self, store: Store, keys: Iterable[SealKey | str]) -> None:
-        self.store = store
-        self.keys = tuple(key if isinstance(key, SealKey) else SealKey.parse(key) for key in keys)
-        if not self.keys:
-            raise ConfigError("SealedStore needs at least one key")
+    def __init__(self, store: Store, keys: SealKeys | Iterable[SealKey | str]) -> None:
+        self.store, self.seal_keys = store, SealKeys.of(keys)
+        self.keys = self.seal_keys.keys
         self.is_blocking = store.is_blocking
         self.is_immediate = bool(getattr(store, "is_immediate", False))
+        self.is_prompt = bool(getattr(store, "is_prompt", False))
+        self.part_of = getattr(store, "part_of", lambda _: "")
+        if hasattr(store, "purge"):
+            self.purge = store.purge
 
     async def verify(self) -> None:
         await self.store.verify()
 
     async def claim(self, claim: Claim) -> Claimed:
         claimed = await self.store.claim(claim)
-        if claimed.outcome != "replay" or not _is_sealed(claimed.response):
+        if claimed.outcome != "replay":
             return claimed
+        if not _is_sealed(claimed.response):
+            return replace(claimed, response=self.seal_keys.open_response(claim.record, claimed.response))
         # The record tells who wrote the response, and under which token.
         record = await self.store.lookup(claim.record)
         if record is None or record.response is None:
@@ -113,13 +156,7 @@ class SealedStore:
         return replace(claimed, response=self._open(claim.record, record))
 
     def _open(self, record: bytes, found: StoredRecord) -> bytes:
-        encoded = found.response or b""
-        if not _is_sealed(encoded):
-            return encoded
-        part, token, plaintext = open_sealed(self.keys, record, StoredResponse.decode(encoded).body)
-        if part != (OPERATOR if found.by_operator else OWNER) or (part == OWNER and token != found.token):
-            raise RecordCorrupt("the sealed response does not belong to this attempt")
-        return plaintext
+        return self.seal_keys.open_response(record, found.response or b"", found)
 
     async def renew(self, record: bytes, token: int, lease_ms: int, retention_ms: int) -> Settled:
         return await self.store.renew(record, token, lease_ms, retention_ms)
@@ -128,8 +165,7 @@ class SealedStore:
         self, record: bytes, token: int, state: EndState, response: bytes | None, retention_ms: int
     ) -> Settled:
         if response is not None:
-            sealed = seal(self.keys[0], OWNER, record, token, response)
-            response = StoredResponse(500, ((FIELD, b"1"),), sealed).encode()
+            response = self.seal_keys.seal_response(record, token, response)
         return await self.store.complete(record, token, state, response, retention_ms)
 
     async def release(self, record: bytes, token: int, retention_ms: int) -> Settled:

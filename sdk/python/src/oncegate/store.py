@@ -7,14 +7,17 @@ from typing import Literal, Protocol
 
 __all__ = ["Claim", "Claimed", "Settled", "Store", "StoredRecord"]
 
+PURGE_ROWS = 1000
+"""The most records that one purge removes."""
+
 OnAbandoned = Literal["park", "reexecute", "reconcile"]
 EndState = Literal["completed", "awaited", "tombstone", "unknown"]
 Settled = Literal["completed", "released", "renewed", "fenced", "locked"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Claim:
-    """A request for permission to execute. It is sent again with the same attempt if its reply was lost."""
+    """A request for permission to execute. It does not change, and is sent again as it is if its reply was lost."""
 
     record: bytes
     attempt: bytes
@@ -27,9 +30,9 @@ class Claim:
     key_tag: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Claimed:
-    """The reply to a claim."""
+    """The reply to a claim. It does not change."""
 
     outcome: Literal["execute", "replay", "in-progress", "mismatch", "unknown", "unreplayable", "locked"]
     token: int = 0
@@ -49,6 +52,10 @@ class StoredRecord:
     attempt: bytes | None = None
     response: bytes | None = field(default=None, repr=False)
     by_operator: bool = False
+    # Of the mark of an id secret; zero or empty if the store does not say it.
+    lease_until: int = 0
+    expires_at: int = 0
+    operation: str = ""
 
 
 class Store(Protocol):

@@ -11,6 +11,7 @@ pub(super) struct Programs {
     pub(super) axum_idempotent: PathBuf,
     pub(super) node: PathBuf,
     pub(super) python: PathBuf,
+    pub(super) go: PathBuf,
 }
 
 impl Programs {
@@ -20,9 +21,11 @@ impl Programs {
             ("npm", "npm"),
             ("redis-server", "redis-server"),
             ("python3", "python3-venv"),
+            ("go", "golang-go"),
         ];
         for (program, package) in needed {
-            if !has(program, &["--version"]) {
+            let version = if program == "go" { "version" } else { "--version" };
+            if !has(program, &[version]) {
                 install(&[package])?;
             }
         }
@@ -40,6 +43,18 @@ impl Programs {
             run(Command::new("npm").args(["ci", "--no-audit", "--no-fund"]).current_dir(&node))?;
             done(&node, "package-lock.json")?;
         }
+        // Ours as they stand here, and not as a registry has them.
+        let sdk = root().join("sdk");
+        let ours = sdk.join("node");
+        run(Command::new("npm").args(["ci", "--no-audit", "--no-fund"]).current_dir(&ours))?;
+        run(Command::new("node").arg("build.mjs").current_dir(&ours))?;
+        // A copy of the same version would stay as it is.
+        let installed = node.join("node_modules/oncegate");
+        if installed.exists() {
+            fs::remove_dir_all(&installed).map_err(|error| format!("{}: {error}", installed.display()))?;
+        }
+        let add = ["install", "--no-save", "--no-package-lock", "--install-links", "--no-audit", "--no-fund"];
+        run(Command::new("npm").args(add).arg(&ours).current_dir(&node))?;
         let python = to.join("python");
         copy(&peers.join("python"), &python, &["requirements.txt", "main.py"])?;
         if is_new(&python, "requirements.txt")? {
@@ -49,7 +64,17 @@ impl Programs {
                 .arg(python.join("requirements.txt")))?;
             done(&python, "requirements.txt")?;
         }
-        Ok(Self { axum_idempotent: built.join("release/peer-axum-idempotent"), node, python })
+        run(Command::new(python.join("bin/pip"))
+            .args(["install", "--quiet", "--disable-pip-version-check", "--force-reinstall", "--no-deps"])
+            .arg(sdk.join("python")))?;
+        let go = to.join("go");
+        run(Command::new("go")
+            .args(["build", "-o"])
+            .arg(&go)
+            .arg(".")
+            .envs([("GOFLAGS", "-mod=mod"), ("GOPROXY", "off"), ("GOTOOLCHAIN", "local")])
+            .current_dir(peers.join("go")))?;
+        Ok(Self { axum_idempotent: built.join("release/peer-axum-idempotent"), node, python, go })
     }
 }
 

@@ -25,11 +25,21 @@ pub(super) fn run() -> Result<String> {
     );
     // Everything has to live until the table is done.
     let (mut directories, mut running) = (Vec::new(), Vec::new());
-    for framework in ["axum", "Express", "FastAPI"] {
+    for framework in ["axum", "Express", "FastAPI", "net/http"] {
         let libraries: &[&str] = match framework {
             "axum" => &["oncegate layer", "axum-idempotent"],
-            "Express" => &["express-idempotency", "node-idempotency"],
-            _ => &["asgi-idempotency-header", "powertools"],
+            "Express" => &[
+                "oncegate", "express-idempotency", "node-idempotency", "oncegate-redis",
+                "node-idempotency-redis",
+            ],
+            "FastAPI" => &[
+                "oncegate",
+                "asgi-idempotency-header",
+                "oncegate-redis",
+                "asgi-idempotency-header-redis",
+                "powertools",
+            ],
+            _ => &["oncegate"],
         };
         let start = |library: &str| programs.start(framework, library, &redis);
         let bare = start("bare")?;
@@ -39,7 +49,13 @@ pub(super) fn run() -> Result<String> {
             for (load, name) in [("first", "first request"), ("replay", "replay")] {
                 let server = start(library)?;
                 let cookies = sessions(library, &server, 256)?;
-                let name = format!("{library}, {name}");
+                let name = match library {
+                    // These bear one name in every language.
+                    library if library.starts_with("oncegate") && framework != "axum" => {
+                        format!("{library} on {framework}, {name}")
+                    }
+                    library => format!("{library}, {name}"),
+                };
                 contenders.push(Contender::with_cookies(&name, &server, load, cookies)?);
                 running.push(server);
             }
@@ -49,9 +65,9 @@ pub(super) fn run() -> Result<String> {
                 service: &server.address,
                 cookie: &sessions(library, &server, 1)?,
             };
-            let _infallible = writeln!(behaviours, "| {library} | {} |", behaviour(&target)?);
+            let _infallible = writeln!(behaviours, "| {library} on {framework} | {} |", behaviour(&target)?);
         }
-        if framework != "axum" {
+        if matches!(framework, "Express" | "FastAPI") {
             let directory = scratch(&format!("peers-{framework}"))?;
             let store = directory.join("store").display().to_string();
             let (memory, embedded) =
@@ -132,13 +148,15 @@ impl Programs {
             ("axum", "oncegate layer") => Command::new(program("oncegate-benches")),
             ("axum", _) => Command::new(&self.axum_idempotent),
             ("Express", _) => Command::new("node"),
+            ("net/http", _) => Command::new(&self.go),
             _ => Command::new(self.python.join("bin/python")),
         };
         match (framework, library) {
             ("axum", "bare") => command.args(["bare", "0"]),
             ("axum", "oncegate layer") => command.args(["memory", "0"]),
             ("axum", _) => &mut command,
-            ("Express", _) => command.arg(self.node.join("server.js")).arg(library),
+            ("net/http", _) => command.arg(library),
+            ("Express", _) => command.arg(self.node.join("server.js")).arg(library).arg(redis.socket()),
             _ => command.arg(self.python.join("main.py")).arg(library).arg(redis.socket()),
         };
         // They print every error that is provoked.

@@ -8,6 +8,7 @@ use futures_util::stream;
 use hyper_util::server::graceful::GracefulShutdown;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
 use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
 
 use super::*;
 use crate::admin::serve_connection;
@@ -40,7 +41,13 @@ impl World {
         let connection = self.connections.admit(address)?;
         let (near, far) = tokio::io::duplex(PIPE);
         let watcher = self.graceful.watcher();
-        tokio::spawn(serve_connection(far, address, connection, (router(), Handle::current()), watcher));
+        tokio::spawn(serve_connection(
+            far,
+            address,
+            connection,
+            (router(), Handle::current(), Arc::new(Semaphore::new(8))),
+            watcher,
+        ));
         Some(near)
     }
 
@@ -239,4 +246,78 @@ fn the_limits_of_requests_leave_places_for_connections_that_may_be_closed() {
     let pools = [Pool::Logins, Pool::Requests];
     assert!(pools.iter().map(|pool| pool.max()).sum::<usize>() < MAX_CONNECTIONS);
     assert!(pools.iter().map(|pool| pool.max_per_client()).sum::<usize>() < MAX_CONNECTIONS_PER_CLIENT);
+}
+
+/// A client needs no token for it, and its requests wait in the socket.
+#[tokio::test(start_paused = true)]
+async fn health_checks_that_are_sent_in_a_row_wait_and_do_not_delay_those_of_others() {
+    let world = World::default();
+    let since = Instant::now();
+    let (burst, more) = (HEALTH_BURST, 100);
+    let mut flood = world.connect(1).unwrap();
+    let (mut reads, mut writes) = tokio::io::split(&mut flood);
+    let send = async {
+        let all = get_of("/livez").repeat((burst + more) as usize);
+        writes.write_all(all.as_bytes()).await.unwrap();
+    };
+    let read = async {
+        let mut times = Vec::new();
+        for _ in 0..burst + more {
+            // Each response ends with the same two bytes, and has no others like them.
+            let mut last = [0; 6];
+            while !last.ends_with(b"\r\n\r\nok") {
+                last.rotate_left(1);
+                last[5] = reads.read_u8().await.unwrap();
+            }
+            times.push(since.elapsed());
+        }
+        times
+    };
+    let other = async {
+        for second in 1..3 {
+            tokio::time::sleep_until(since + Duration::from_secs(second)).await;
+            let mut pipe = world.sent(2, &get_of("/livez")).await;
+            assert_eq!(status(&mut pipe).await, Some(200));
+            assert_eq!(since.elapsed(), Duration::from_secs(second), "it waited");
+        }
+    };
+    let ((), times, ()) = tokio::join!(send, read, other);
+    assert_eq!(times[burst as usize - 1], Duration::ZERO, "an orchestrator waits");
+    let last = times.last().unwrap();
+    let least = HEALTH_INTERVAL * (more - 1);
+    assert!(*last >= least && *last < least + Duration::from_secs(1), "{last:?}");
+    // After a pause, the next ones are answered at once.
+    tokio::time::sleep(Duration::from_secs(9)).await;
+    let since = Instant::now();
+    for _ in 0..burst {
+        flood.write_all(get_of("/livez").as_bytes()).await.unwrap();
+        assert_eq!(status(&mut flood).await, Some(200));
+    }
+    assert_eq!(since.elapsed(), Duration::ZERO);
+}
+
+/// Otherwise the connection of an orchestrator, which has no request yet, would be closed for the next one that floods.
+#[tokio::test(start_paused = true)]
+async fn a_client_that_floods_with_health_checks_loses_its_place_before_one_that_just_connects() {
+    let world = World::default();
+    let mut floods = Vec::new();
+    for _ in 0..MAX_CONNECTIONS_PER_CLIENT - 1 {
+        let mut flood = world.connect(1).unwrap();
+        for _ in 0..HEALTH_BURST {
+            flood.write_all(get_of("/livez").as_bytes()).await.unwrap();
+            assert_eq!(status(&mut flood).await, Some(200));
+        }
+        flood.write_all(get_of("/livez").as_bytes()).await.unwrap();
+        floods.push(flood);
+    }
+    // No time passes.
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+    let mut orchestrator = world.connect(1).unwrap();
+    for _ in 0..5 {
+        floods.push(world.connect(1).unwrap());
+    }
+    orchestrator.write_all(get_of("/livez").as_bytes()).await.unwrap();
+    assert_eq!(status(&mut orchestrator).await, Some(200), "it was closed");
 }

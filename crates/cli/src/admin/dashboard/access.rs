@@ -13,6 +13,7 @@
 //! prefix `__Host-`, so that browsers never send it without TLS.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use askama::Template;
@@ -25,7 +26,7 @@ use http::{Method, StatusCode};
 use subtle::ConstantTimeEq as _;
 
 use super::session::{SESSION_LIFE, Session, SessionOrigin};
-use super::{Frame, MAX_REQUEST, PageError, page_with, redirect};
+use super::{Frame, MAX_REQUEST, MAX_SMALL_REQUEST, PageError, page_with, place_for_body, redirect};
 use crate::admin::keys::{AuditTexts, Pairs};
 use crate::admin::problem::Problem;
 use crate::admin::{AdminState, guard};
@@ -115,14 +116,14 @@ async fn admit(state: &AdminState, request: Request) -> Result<Request, Response
         Some(token) => Access::of(state, token, request.headers()),
     };
     if is_login {
-        let mut request = read_form(request, None).await?;
+        let mut request = read_form(state, request, None).await?;
         if let Some(access) = access {
             request.extensions_mut().insert(access);
         }
         return Ok(request);
     }
     let Some(access) = access else { return Err(to_login(&request)) };
-    let mut request = read_form(request, Some(&access.form_token)).await?;
+    let mut request = read_form(state, request, Some(&access.form_token)).await?;
     request.extensions_mut().insert(access);
     Ok(request)
 }
@@ -177,15 +178,32 @@ fn check_form_origin(headers: &HeaderMap) -> Result<(), Problem> {
     Err(Problem::forbidden("The request has no Origin. Programs use the API: see /v1/keys."))
 }
 
+/// Returns true for the forms with a response for retries, and with a request to send.
+fn may_be_large(path: &str) -> bool {
+    path == "/playground" || path.starts_with("/keys/") && path.ends_with("/resolve")
+}
+
 /// Reads the fields of a form. With a form token, they must contain it.
-async fn read_form(request: Request, form_token: Option<&str>) -> Result<Request, Response> {
+async fn read_form(
+    state: &AdminState,
+    request: Request,
+    form_token: Option<&str>,
+) -> Result<Request, Response> {
     if request.method().is_safe() {
         return Ok(request);
     }
     let (mut parts, body) = request.into_parts();
     let refused = |problem| refusal(&parts.headers, problem);
-    let (max, timeout) =
-        if form_token.is_some() { (MAX_REQUEST, FORM_TIMEOUT) } else { (MAX_LOGIN, LOGIN_TIMEOUT) };
+    let (max, timeout) = match form_token {
+        Some(_) if may_be_large(parts.uri.path()) => (MAX_REQUEST, FORM_TIMEOUT),
+        Some(_) => (MAX_SMALL_REQUEST, FORM_TIMEOUT),
+        None => (MAX_LOGIN, LOGIN_TIMEOUT),
+    };
+    if max == MAX_REQUEST {
+        // It is free when the request has ended.
+        let place = place_for_body(state, &parts.headers).map_err(refused)?;
+        parts.extensions.insert(Arc::new(place));
+    }
     let body = match tokio::time::timeout(timeout, to_bytes(body, max)).await {
         Ok(Ok(body)) => body,
         Ok(Err(_)) => return Err(refused(Problem::too_large(format!("At most {max} bytes are accepted.")))),

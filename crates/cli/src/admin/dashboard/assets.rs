@@ -11,8 +11,9 @@ use super::PageError;
 use crate::admin::problem::Problem;
 
 const STYLESHEET: &str = include_str!("../../../assets/dashboard.css");
-/// htmx 4.0.1, unchanged. Its licence is next to it.
-const SCRIPT: &str = include_str!("../../../assets/htmx.min.js");
+/// htmx 4.0.1, unchanged, whose licence is next to it, and what this dashboard adds.
+const SCRIPT: &str =
+    concat!(include_str!("../../../assets/htmx.min.js"), "\n", include_str!("../../../assets/dashboard.js"));
 const ICON: &str = include_str!("../../../assets/icon.svg");
 
 /// Files change with the program only, and their addresses contain their hash.

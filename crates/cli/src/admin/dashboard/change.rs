@@ -198,7 +198,7 @@ impl Subject {
     async fn find(state: &AdminState, id: &str, action: &str) -> Result<Self, Problem> {
         let action =
             Action::named(action).ok_or_else(|| Problem::no_such_path(&format!("/keys/{id}/{action}")))?;
-        let id = listing::find(state, id).await?;
+        let id = listing::find(&**state.engine.store(), id).await?;
         let found = read_existing(state, id).await?;
         let view = found.view(id, state.engine.store().now(), Detail::Whole);
         Ok(Self { id, record: found.record, view, action })

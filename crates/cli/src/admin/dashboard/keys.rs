@@ -2,16 +2,20 @@
 
 use askama::Template;
 use axum::extract::{Extension, State};
+use axum::response::Response;
 use http::StatusCode;
-use oncegate_core::{ListQuery, RecordId, StateName, StateSet, Timestamp};
+use http::header::HeaderMap;
+use oncegate_core::{KeyTag, ListQuery, RecordId, StateName, StateSet, TimePlace, Timestamp};
 
 use super::access::{Access, FormFields};
-use super::format::{duration, moment, number, query_text};
+use super::format::{duration, moment, number, query_text, second};
+use super::waiting::{ASKED, WaitNote, redirect_page, still_waiting, with_ticket};
 use super::{Frame, PageResult, Section, page, page_with, redirect};
 use crate::admin::keys::{FILTERS, Pairs, Selection, pairs};
-use crate::admin::listing::{self, MIN_PREFIX, Period, TimeListing, TimeOrder, TimePlace};
+use crate::admin::listing::{MIN_PREFIX, RECORD_URN, TimeListing, TimeOrder, TimeQuery};
 use crate::admin::problem::Problem;
-use crate::admin::view::RecordView;
+use crate::admin::surveys::{Answer, AsOf, Hits, Search, Ticket};
+use crate::admin::view::{self, RecordView};
 use crate::admin::{AdminState, searched_key};
 
 /// The records of a page.
@@ -62,13 +66,17 @@ struct KeysPage {
     rows: Vec<KeyRow>,
     totals: Vec<(&'static str, String)>,
     total: String,
-    unreadable: Vec<String>,
+    unreadable: Option<UnreadableNote>,
     is_complete: bool,
     /// True if this is not the first page.
     is_continued: bool,
     first_page: String,
     next_page: Option<String>,
     error: String,
+    as_of: Option<AsOfNote>,
+    wait: Option<WaitNote>,
+    /// True if the page has waited for its records.
+    has_waited: bool,
 }
 
 /// The filters as they were given.
@@ -119,15 +127,21 @@ fn place(text: &str) -> Result<TimePlace, Problem> {
 struct ListRequest {
     selection: Selection,
     after: Option<TimePlace>,
+    ticket: Option<Ticket>,
     filters: Filters,
 }
 
 impl ListRequest {
     fn read(&mut self, query: Pairs, now: Timestamp) -> Result<(), Problem> {
-        let names: Vec<_> = FILTERS.into_iter().filter(|name| *name != "limit").chain([AFTER]).collect();
+        let names = FILTERS.into_iter().filter(|name| *name != "limit");
+        let names: Vec<_> = names.chain([AFTER, ASKED]).collect();
         let mut result = Ok(());
         for (name, text) in pairs(query, &names)? {
             let text = text.trim().to_owned();
+            if name == ASKED {
+                self.ticket = Ticket::read(&text);
+                continue;
+            }
             let read = if name == AFTER {
                 place(&text).map(|place| self.after = Some(place))
             } else {
@@ -145,40 +159,124 @@ impl ListRequest {
 pub(super) async fn list(
     State(state): State<AdminState>,
     Extension(access): Extension<Access>,
+    headers: HeaderMap,
     query: Pairs,
 ) -> PageResult {
     let mut request = ListRequest::default();
     let read = request.read(query, state.engine.store().now());
-    let ListRequest { selection: Selection { mut query, period }, after, filters } = request;
+    let ListRequest { selection: Selection { mut query, period }, after, ticket, filters } = request;
     query.limit = PAGE;
+    let address = filters.address("/keys", after);
+    let query = TimeQuery { list: query, period, order: TimeOrder::NewestFirst, after };
     let listed = match read {
-        Ok(()) => listing::by_time(&state, query, period, TimeOrder::NewestFirst, after).await,
+        Ok(()) => listed(&state, &query, &address, ticket).await,
         Err(problem) => Err(problem),
     };
-    let (listing, status, error) = match listed {
-        Ok(listing) => (listing, StatusCode::OK, String::new()),
-        Err(problem) if problem.status() == StatusCode::BAD_REQUEST => (
-            TimeListing { is_complete: true, ..TimeListing::default() },
-            problem.status(),
-            problem.detail().to_owned(),
-        ),
+    let (listed, status, error) = match listed {
+        Ok(listed) => (listed, StatusCode::OK, String::new()),
+        Err(problem) if problem.status() == StatusCode::BAD_REQUEST => {
+            (Listed::default(), problem.status(), problem.detail().to_owned())
+        }
         Err(problem) => return Err(problem.into()),
     };
-    let last = listing.records.last().filter(|_| listing.has_more).map(|(place, _)| *place);
+    if let (Some(_), Some(response)) = (&listed.wait, still_waiting(&headers, ticket)) {
+        return Ok(response);
+    }
+    let Listed { listing, as_of, wait } = listed;
     let template = KeysPage {
-        frame: Frame::new(&state, &access, Section::Keys, "Keys"),
+        frame: Frame::new(&state, &access, Section::Keys, "Keys").waiting(wait.as_ref()),
         total: number(listing.total()),
         totals: totals(&listing),
-        unreadable: listing.unreadable.iter().map(RecordId::to_string).collect(),
+        unreadable: UnreadableNote::of(&listing),
         is_complete: listing.is_complete,
         is_continued: after.is_some(),
         first_page: filters.address("/keys", None),
-        next_page: last.map(|last| filters.address("/keys", Some(last))),
+        next_page: listing.next.map(|next| filters.address("/keys", Some(next))),
         rows: listing.records.into_iter().map(|(_, view)| KeyRow::new(view)).collect(),
         filters,
         error,
+        as_of,
+        has_waited: ticket.is_some() && wait.is_none(),
+        wait,
     };
     Ok(page_with(status, &template))
+}
+
+/// The records of a page.
+struct Listed {
+    listing: TimeListing,
+    /// Set if the numbers and places are not those of this moment.
+    as_of: Option<AsOfNote>,
+    /// Set if the records are being counted, and there are none to show.
+    wait: Option<WaitNote>,
+}
+
+impl Default for Listed {
+    fn default() -> Self {
+        Self { listing: TimeListing { is_complete: true, ..TimeListing::default() }, as_of: None, wait: None }
+    }
+}
+
+async fn listed(
+    state: &AdminState,
+    query: &TimeQuery,
+    address: &str,
+    ticket: Option<Ticket>,
+) -> Result<Listed, Problem> {
+    match state.surveys.places(address, query, state.engine.store(), ticket).await? {
+        Answer::Found(places, as_of) => Ok(Listed {
+            listing: query.read(state, &places).await?,
+            as_of: as_of.map(|as_of| AsOfNote::new(as_of, address)),
+            wait: None,
+        }),
+        Answer::Running(ticket) => Ok(Listed {
+            wait: Some(WaitNote::new("The records are being counted", address, ticket)),
+            ..Listed::default()
+        }),
+    }
+}
+
+/// A note that the numbers of a page, and the choice of its records, are those of an earlier time.
+pub(super) struct AsOfNote {
+    /// The time of day.
+    pub(super) time: String,
+    pub(super) is_renewing: bool,
+    pub(super) is_before_change: bool,
+    /// The address of the page.
+    pub(super) address: String,
+}
+
+impl AsOfNote {
+    pub(super) fn new(as_of: AsOf, address: &str) -> Self {
+        Self {
+            time: second(&view::time(as_of.at)),
+            is_renewing: as_of.is_renewing,
+            is_before_change: as_of.is_before_change,
+            address: address.to_owned(),
+        }
+    }
+}
+
+/// A note that records cannot be read.
+struct UnreadableNote {
+    /// The subject of the sentence, with the number.
+    records: String,
+    /// The first of them.
+    ids: Vec<String>,
+    is_cut: bool,
+}
+
+impl UnreadableNote {
+    fn of(listing: &TimeListing) -> Option<Self> {
+        let total = listing.unreadable_total;
+        let records = match total {
+            0 => return None,
+            1 => "1 record".to_owned(),
+            _ => format!("{} records", number(total)),
+        };
+        let ids: Vec<_> = listing.unreadable.iter().map(RecordId::to_string).collect();
+        Some(Self { records, is_cut: (ids.len() as u64) < total, ids })
+    }
 }
 
 /// The numbers of records in the order of the states.
@@ -196,26 +294,38 @@ struct StuckPage {
     is_complete: bool,
     is_continued: bool,
     next_page: Option<String>,
-    unreadable: Vec<String>,
+    unreadable: Option<UnreadableNote>,
+    as_of: Option<AsOfNote>,
+    wait: Option<WaitNote>,
+    has_waited: bool,
 }
 
 /// The records that wait for an operator, the oldest first.
 pub(super) async fn stuck(
     State(state): State<AdminState>,
     Extension(access): Extension<Access>,
+    headers: HeaderMap,
     query: Pairs,
 ) -> PageResult {
-    let mut after = None;
-    for (_, text) in pairs(query, &[AFTER])? {
-        after = Some(place(&text)?);
+    let (mut after, mut ticket) = (None, None);
+    for (name, text) in pairs(query, &[AFTER, ASKED])? {
+        if name == ASKED {
+            ticket = Ticket::read(&text);
+        } else {
+            after = Some(place(&text)?);
+        }
     }
     let mut query = ListQuery::default();
     query.states = StateSet::UNSETTLED;
     query.limit = PAGE;
-    let listing = listing::by_time(&state, query, Period::default(), TimeOrder::OldestFirst, after).await?;
-    let last = listing.records.last().filter(|_| listing.has_more).map(|(place, _)| *place);
-    let mut frame = Frame::new(&state, &access, Section::Stuck, "Stuck");
-    if listing.is_complete {
+    let address = Filters::default().address("/stuck", after);
+    let query = TimeQuery { list: query, order: TimeOrder::OldestFirst, after, ..TimeQuery::default() };
+    let Listed { listing, as_of, wait } = listed(&state, &query, &address, ticket).await?;
+    if let (Some(_), Some(response)) = (&wait, still_waiting(&headers, ticket)) {
+        return Ok(response);
+    }
+    let mut frame = Frame::new(&state, &access, Section::Stuck, "Stuck").waiting(wait.as_ref());
+    if listing.is_complete && as_of.is_none() && wait.is_none() {
         // Newer than the number that is counted every few seconds.
         frame.stuck = Some(listing.total()).filter(|total| *total > 0);
     }
@@ -224,9 +334,12 @@ pub(super) async fn stuck(
         total: number(listing.total()),
         is_complete: listing.is_complete,
         is_continued: after.is_some(),
-        next_page: last.map(|last| Filters::default().address("/stuck", Some(last))),
-        unreadable: listing.unreadable.iter().map(RecordId::to_string).collect(),
+        next_page: listing.next.map(|next| Filters::default().address("/stuck", Some(next))),
+        as_of,
+        unreadable: UnreadableNote::of(&listing),
         rows: listing.records.into_iter().map(|(_, view)| KeyRow::new(view)).collect(),
+        has_waited: ticket.is_some() && wait.is_none(),
+        wait,
     }))
 }
 
@@ -235,6 +348,22 @@ pub(super) async fn stuck(
 struct NotFoundPage {
     frame: Frame,
     is_complete: bool,
+    unreadable: u64,
+    has_waited: bool,
+}
+
+#[derive(Template)]
+#[template(path = "searching.html")]
+struct SearchingPage {
+    frame: Frame,
+    wait: Option<WaitNote>,
+}
+
+/// A page that only says that the store is being searched.
+pub(super) fn searching(state: &AdminState, access: &Access, address: &str, ticket: Ticket) -> Response {
+    let wait = Some(WaitNote::new("The store is being searched", address, ticket));
+    let frame = Frame::new(state, access, Section::Keys, "Search").waiting(wait.as_ref());
+    page(&SearchingPage { frame, wait })
 }
 
 /// Finds a record by the beginning of its identifier, or all records of a key. The key is in the form and in no address,
@@ -242,36 +371,90 @@ struct NotFoundPage {
 pub(super) async fn search(
     State(state): State<AdminState>,
     Extension(access): Extension<Access>,
+    headers: HeaderMap,
     Extension(fields): Extension<FormFields>,
 ) -> PageResult {
     let text = fields.get("q").trim();
     if text.is_empty() {
         return Ok(redirect("/keys"));
     }
-    if looks_like_a_record(text) {
-        match listing::find(&state, text).await {
-            Ok(id) => return Ok(redirect(&format!("/keys/{id}"))),
-            // A key may consist of hexadecimal digits, too.
-            Err(problem) if problem.status() == StatusCode::NOT_FOUND => {}
-            Err(problem) => return Err(problem.into()),
+    let mut beginning = looks_like_a_record(text).then(|| text.to_owned());
+    if let Some(id) = beginning.as_deref().and_then(whole_record) {
+        let is_named = text.starts_with(RECORD_URN);
+        if is_named || state.rows.read(id).await.map_err(|error| Problem::store_read(&error))?.is_some() {
+            return Ok(redirect(&format!("/keys/{id}")));
+        }
+        // A key may consist of 64 hexadecimal digits, and must not come into an address.
+        beginning = None;
+    }
+    let store = state.engine.store();
+    let key = searched_key(text).map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
+    let key = state.ids().await?.key_tag(&key);
+    let search = Search { beginning, key: Some(key) };
+    match state.surveys.search(search, store, None).await? {
+        Answer::Found(hits, _) => Ok(show_hits(&state, &access, &headers, (key, None), *hits)),
+        Answer::Running(ticket) => Ok(redirect(&with_ticket(&found_address(key), ticket))),
+    }
+}
+
+/// The page of a search that takes its time.
+fn found_address(key: KeyTag) -> String {
+    format!("/keys/found?key_tag={key}")
+}
+
+/// The result of a search that took longer than a page may.
+pub(super) async fn found(
+    State(state): State<AdminState>,
+    Extension(access): Extension<Access>,
+    headers: HeaderMap,
+    query: Pairs,
+) -> PageResult {
+    let (mut key, mut ticket) = (None, None);
+    for (name, text) in pairs(query, &["key_tag", ASKED])? {
+        if name == ASKED {
+            ticket = Ticket::read(&text);
+        } else {
+            key = KeyTag::from_hex(&text);
         }
     }
-    let key = searched_key(text).map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
-    let tag = state.engine.ids().key_tag(&key);
-    let mut query = ListQuery::default();
-    (query.key, query.limit) = (Some(tag), 2);
-    let listing = listing::by_time(&state, query, Period::default(), TimeOrder::NewestFirst, None).await?;
-    Ok(match &listing.records[..] {
-        [] => {
-            let frame = Frame::new(&state, &access, Section::Keys, "No such key");
-            page_with(StatusCode::NOT_FOUND, &NotFoundPage { frame, is_complete: listing.is_complete })
+    let gone = || Problem::bad_request("The search is not known any more. Search again.");
+    let key = key.ok_or_else(gone)?;
+    let Some(ticket) = ticket else {
+        // A page that could not be read loads itself again without its ticket. The list of the key's records is its answer then.
+        return Ok(redirect_page(&headers, &format!("/keys?key_tag={key}")));
+    };
+    match state.surveys.searched(key, ticket).await.ok_or_else(gone)?? {
+        Answer::Found(hits, _) => Ok(show_hits(&state, &access, &headers, (key, Some(ticket)), *hits)),
+        Answer::Running(ticket) => Ok(still_waiting(&headers, Some(ticket))
+            .unwrap_or_else(|| searching(&state, &access, &found_address(key), ticket))),
+    }
+}
+
+/// Leads to the records that a search has found.
+fn show_hits(
+    state: &AdminState,
+    access: &Access,
+    headers: &HeaderMap,
+    (key, ticket): (KeyTag, Option<Ticket>),
+    hits: Hits,
+) -> Response {
+    match hits {
+        Hits::One(id) => redirect_page(headers, &format!("/keys/{id}")),
+        Hits::Several => redirect_page(headers, &format!("/keys?key_tag={key}")),
+        Hits::None { is_complete, unreadable } => {
+            let frame = Frame::new(state, access, Section::Keys, "No such key");
+            let has_waited = ticket.is_some();
+            page_with(StatusCode::NOT_FOUND, &NotFoundPage { frame, is_complete, unreadable, has_waited })
         }
-        [(_, only)] if listing.is_complete => redirect(&format!("/keys/{}", only.record)),
-        _ => redirect(&format!("/keys?key_tag={tag}")),
-    })
+    }
+}
+
+/// The record whose whole identifier this is.
+fn whole_record(text: &str) -> Option<RecordId> {
+    RecordId::from_hex(text.strip_prefix(RECORD_URN).unwrap_or(text))
 }
 
 fn looks_like_a_record(text: &str) -> bool {
-    let digits = text.strip_prefix("urn:oncegate:record:").unwrap_or(text);
+    let digits = text.strip_prefix(RECORD_URN).unwrap_or(text);
     (MIN_PREFIX..=64).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_hexdigit())
 }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `/` | [`overview`]: requests of the last hour, what is in flight, the store and its promises, warnings |
 //! | `/keys` | [`keys`]: the newest records, with filters and a search |
+//! | `/keys/found` | [`keys`]: the result of a search that took its time |
 //! | `/keys/{record}` | [`record`]: one record, its timeline, its response on demand |
 //! | `/keys/{record}/{action}` | [`change`]: a form, a preview, and then a change |
 //! | `/stuck` | [`keys`]: the unsettled records, the oldest first |
@@ -36,6 +37,7 @@ mod routes;
 mod session;
 #[cfg(test)]
 mod tests;
+mod waiting;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -45,7 +47,8 @@ use std::time::Duration;
 
 use askama::Template;
 use axum::Router;
-use axum::extract::DefaultBodyLimit;
+use axum::extract::{DefaultBodyLimit, Request};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use http::header::{self, HeaderName, HeaderValue};
@@ -57,9 +60,11 @@ use tokio::sync::Semaphore;
 pub(crate) use self::access::PeerAddress;
 use self::access::{Access, is_page_request};
 use self::session::{LoginTries, Sessions, random_text};
+use self::waiting::WaitNote;
 use super::messages::MessageKind;
 use super::problem::Problem;
-use super::{AdminState, MAX_REQUEST};
+use super::surveys::note_changes;
+use super::{AdminState, MAX_LARGE_REQUESTS, MAX_REQUEST, MAX_SMALL_REQUEST, place_for_body};
 
 /// The state of the dashboard. All clones share it.
 #[derive(Clone, Debug)]
@@ -76,6 +81,8 @@ struct Inner {
     /// The address for requests, to which the playground sends.
     listen: SocketAddr,
     playing: Semaphore,
+    /// The places of requests with large bodies, also those of the API.
+    large_bodies: Arc<Semaphore>,
 }
 
 impl fmt::Debug for Inner {
@@ -120,7 +127,12 @@ impl Dashboard {
             reveals: Mutex::default(),
             listen,
             playing: Semaphore::new(MAX_PLAYING),
+            large_bodies: Arc::new(Semaphore::new(MAX_LARGE_REQUESTS)),
         }))
+    }
+
+    pub(super) fn large_bodies(&self) -> Arc<Semaphore> {
+        self.0.large_bodies.clone()
     }
 
     fn add_reveal(&self, reveal: Reveal) {
@@ -202,6 +214,8 @@ struct Frame {
     stylesheet: &'static str,
     script: &'static str,
     version: &'static str,
+    /// The address that the browser loads after so many seconds if it has no JavaScript.
+    next_load: Option<(u32, String)>,
 }
 
 impl Frame {
@@ -232,7 +246,21 @@ impl Frame {
             stylesheet: assets::stylesheet_path(),
             script: assets::script_path(),
             version: env!("CARGO_PKG_VERSION"),
+            next_load: None,
         }
+    }
+
+    /// The frame of a page that loads itself again if it waits.
+    fn waiting(self, wait: Option<&WaitNote>) -> Self {
+        match wait {
+            Some(wait) => self.loads(&wait.address, 1),
+            None => self,
+        }
+    }
+
+    /// The frame of a page that loads this address after so many seconds.
+    fn loads(self, address: &str, seconds: u32) -> Self {
+        Self { next_load: Some((seconds, address.to_owned())), ..self }
     }
 
     fn sections(&self) -> impl Iterator<Item = NavEntry> {
@@ -275,9 +303,12 @@ struct ErrorPage<'a> {
     title: &'a str,
     detail: &'a str,
     advice: &'a str,
+    /// The address that is loaded again by itself; empty if that is of no use.
+    again: &'a str,
 }
 
 /// A refusal as a page.
+#[derive(Clone)]
 struct PageError(Problem);
 
 impl From<Problem> for PageError {
@@ -288,6 +319,14 @@ impl From<Problem> for PageError {
 
 impl IntoResponse for PageError {
     fn into_response(self) -> Response {
+        let mut response = self.page("");
+        response.extensions_mut().insert(self);
+        response
+    }
+}
+
+impl PageError {
+    fn page(&self, again: &str) -> Response {
         let Self(problem) = self;
         let is_about_message = problem.slug().starts_with("message") || problem.slug() == "no-message";
         let advice = match problem.status().as_u16() {
@@ -303,16 +342,37 @@ impl IntoResponse for PageError {
                 "Wait for the time that the message names. `oncegate keys` and the API accept the token meanwhile."
             }
             503 => "Look at the overview for the state of the store, and try again.",
+            _ if problem.slug() == "record-corrupt" => {
+                "Look at the record in the store itself, as the page that is named above says."
+            }
             _ => "Look into the log of the sidecar.",
         };
+        let frame = Frame { has_navigation: true, ..Frame::bare(problem.title()) };
         let page = ErrorPage {
-            frame: Frame { has_navigation: true, ..Frame::bare(problem.title()) },
+            frame: if again.is_empty() { frame } else { frame.loads(again, ERROR_PAUSE_SECONDS) },
             status: problem.status().as_u16(),
             title: problem.title(),
             detail: problem.detail(),
             advice,
+            again,
         };
         page_with(problem.status(), &page)
+    }
+}
+
+/// The time after which a page that could not be read is loaded again, in seconds.
+const ERROR_PAUSE_SECONDS: u32 = 15;
+
+/// Lets a page that could not be read load itself again, so that an open page goes on by itself when the store is back.
+async fn load_again(request: Request, next: Next) -> Response {
+    let again = request.method().is_safe().then(|| waiting::without_ticket(request.uri()));
+    let mut response = next.run(request).await;
+    let error = response.extensions_mut().remove::<PageError>();
+    match (error, again) {
+        (Some(error), Some(again)) if response.status() == StatusCode::SERVICE_UNAVAILABLE => {
+            error.page(&again)
+        }
+        _ => response,
     }
 }
 
@@ -354,10 +414,12 @@ async fn harden(mut response: Response) -> Response {
 /// The pages. Other paths stay with the API.
 pub(super) fn router(state: &AdminState) -> Router<AdminState> {
     let guard = axum::middleware::from_fn_with_state(state.clone(), access::guard);
+    let changes = axum::middleware::from_fn_with_state(state.surveys.clone(), note_changes);
     Router::new()
         .route("/", get(overview::show))
         .route("/keys", get(keys::list))
         .route("/keys/search", post(keys::search))
+        .route("/keys/found", get(keys::found))
         .route("/keys/{record}", get(record::show))
         .route("/keys/{record}/response", post(record::reveal))
         .route("/keys/{record}/{action}", get(change::form).post(change::decide))
@@ -373,6 +435,8 @@ pub(super) fn router(state: &AdminState) -> Router<AdminState> {
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             PageError(Problem::no_such_method(&method, uri.path()))
         })
+        .layer(axum::middleware::from_fn(load_again))
+        .layer(changes)
         .layer(guard)
         .layer(DefaultBodyLimit::max(MAX_REQUEST))
         .route("/assets/{name}", get(assets::send))

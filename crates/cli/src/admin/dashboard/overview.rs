@@ -71,7 +71,7 @@ pub(super) async fn show(
         frame: Frame::new(&state, &access, Section::Overview, "Overview"),
         is_live,
         now: second(&view::time(state.engine.store().now())),
-        health: health(&summary),
+        health: health(&summary, state.engine.id_guard().problem().is_some()),
         tiles: tiles(&summary),
         chart: Chart::of(&summary.minutes),
         store: summary.store,
@@ -88,10 +88,13 @@ pub(super) async fn show(
     })
 }
 
-fn health(summary: &Summary) -> Health {
+fn health(summary: &Summary, has_id_problem: bool) -> Health {
     let (tone, word, text) = match &summary.not_ready {
         Some(_) if summary.is_draining => {
             ("warn", "Stopping", "The sidecar finishes running requests, and takes no new ones.".to_owned())
+        }
+        Some(why) if has_id_problem => {
+            ("bad", "Not ready", format!("{why}. Requests with a key are refused meanwhile, whatever store-outage says."))
         }
         Some(why) => ("bad", "Not ready", format!("{why}. Requests with a key are refused meanwhile, unless store-outage says otherwise.")),
         None if summary.is_degraded => (
@@ -155,6 +158,9 @@ fn tiles(summary: &Summary) -> Vec<Tile> {
 fn promises(summary: &Summary) -> Vec<Promise> {
     let durability = match summary.durability.as_str() {
         "volatile" => "Records end with the process: a retry after a restart executes again.",
+        "unlogged" => {
+            "Each stop of the store's server loses what came after its last snapshot, or everything: their retries execute again."
+        }
         "buffered" => "A crash or a failover can lose the last records: their retries execute again.",
         "synced" => "A record is on disk before its response is sent.",
         _ => "See GUARANTEES.md.",

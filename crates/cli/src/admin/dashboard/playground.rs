@@ -113,6 +113,8 @@ struct PlaygroundPage {
     path: String,
     headers: String,
     body: String,
+    /// The routes that only observe.
+    shadow_routes: Vec<String>,
     exchanges: Vec<Exchange>,
     conclusion: &'static str,
     error: String,
@@ -208,11 +210,39 @@ fn refusal(state: &AdminState) -> &'static str {
     ""
 }
 
+/// The routes that only observe: their patterns, and in words the requests without a route.
+fn shadow_routes(state: &AdminState) -> Vec<String> {
+    let live = state.live.borrow();
+    let routes = live.config.routes.iter().filter(|route| route.config.settings.is_shadow());
+    let mut shown: Vec<_> = routes.map(|route| route.pattern.as_str().to_owned()).collect();
+    if live.config.default.settings.is_shadow() {
+        let rest = if live.config.routes.is_empty() { "all requests" } else { "all other requests" };
+        shown.push(rest.to_owned());
+    }
+    shown
+}
+
+/// Returns true if the route of the request only observes.
+fn is_observed(state: &AdminState, request: &PlayRequest) -> bool {
+    let live = state.live.borrow();
+    let path = request.path.split('?').next().unwrap_or_default();
+    let route =
+        live.config.route_number(&request.method, path).and_then(|number| live.config.routes.get(number));
+    route.map_or(&live.config.default, |route| &route.config).settings.is_shadow()
+}
+
+/// The results of a sequence of requests.
+struct Played {
+    exchanges: Vec<Exchange>,
+    /// True if the route of the requests only observes.
+    is_observed: bool,
+}
+
 fn render(
     state: &AdminState,
     access: &Access,
     entered: &Entered,
-    (exchanges, status, error): (Vec<Exchange>, StatusCode, String),
+    (played, status, error): (Option<Played>, StatusCode, String),
 ) -> Response {
     let methods = ["POST", "PUT", "PATCH", "DELETE", "GET"].map(|method| (method, method == entered.method));
     let scenarios =
@@ -226,15 +256,16 @@ fn render(
         path: entered.path.clone(),
         headers: entered.headers.clone(),
         body: entered.body.clone(),
-        conclusion: conclusion(entered.scenario, &exchanges),
-        exchanges,
+        shadow_routes: shadow_routes(state),
+        conclusion: played.as_ref().map_or("", |played| conclusion(entered.scenario, played)),
+        exchanges: played.map_or_else(Vec::new, |played| played.exchanges),
         error,
     };
     page_with(status, &page)
 }
 
 pub(super) async fn form(State(state): State<AdminState>, Extension(access): Extension<Access>) -> Response {
-    render(&state, &access, &Entered::first(), (Vec::new(), StatusCode::OK, String::new()))
+    render(&state, &access, &Entered::first(), (None, StatusCode::OK, String::new()))
 }
 
 pub(super) async fn run(
@@ -253,16 +284,18 @@ pub(super) async fn run(
     let request = match entered.request() {
         Ok(request) => request,
         Err(problem) => {
-            let result = (Vec::new(), problem.status(), problem.detail().to_owned());
+            let result = (None, problem.status(), problem.detail().to_owned());
             return Ok(render(&state, &access, &entered, result));
         }
     };
     tracing::info!(target: OPERATOR, scenario = entered.scenario.slug(), "an operator sends requests from the playground");
+    let is_observed = is_observed(&state, &request);
     let mut exchanges = play(target(state.dashboard.0.listen), entered.scenario, &request).await;
     for (place, exchange) in exchanges.iter_mut().enumerate() {
         exchange.number = place + 1;
     }
-    Ok(render(&state, &access, &entered, (exchanges, StatusCode::OK, String::new())))
+    let played = Some(Played { exchanges, is_observed });
+    Ok(render(&state, &access, &entered, (played, StatusCode::OK, String::new())))
 }
 
 async fn play(target: SocketAddr, scenario: Scenario, request: &PlayRequest) -> Vec<Exchange> {
@@ -420,7 +453,8 @@ fn shown(body: &[u8]) -> String {
 }
 
 /// The meaning of the results.
-fn conclusion(scenario: Scenario, exchanges: &[Exchange]) -> &'static str {
+fn conclusion(scenario: Scenario, played: &Played) -> &'static str {
+    let exchanges = played.exchanges.as_slice();
     let is_replayed = exchanges.last().is_some_and(|last| last.outcome == "replayed");
     let is_refused = |exchange: &Exchange| exchange.outcome.starts_with("refused;");
     let is_running = |exchange: &&Exchange| exchange.outcome.contains("problem=request-in-progress");
@@ -428,6 +462,10 @@ fn conclusion(scenario: Scenario, exchanges: &[Exchange]) -> &'static str {
         _ if exchanges.is_empty() => "",
         _ if exchanges.iter().any(|exchange| !exchange.error.is_empty()) => {
             "A request failed. Look at the message, and at the overview for the state of the sidecar."
+        }
+        _ if played.is_observed && !exchanges.iter().any(is_refused) => {
+            "The route of this request only observes (shadow = true): each of these requests went to the service, and it executed them all. \
+             What protection would have done with them is in `oncegate tap` and in oncegate_shadow_requests_total."
         }
         Scenario::LostReply if is_replayed => {
             "The first reply was lost, and the retry got the stored response: the service executed once."
@@ -486,7 +524,8 @@ mod tests {
         let running = "refused; problem=request-in-progress; retry=same-key";
         let no_scope = "refused; problem=scope-not-set; retry=fix-request";
         let of = |scenario, outcomes: &[&str]| {
-            conclusion(scenario, &outcomes.iter().map(|outcome| exchange(outcome)).collect::<Vec<_>>())
+            let exchanges = outcomes.iter().map(|outcome| exchange(outcome)).collect();
+            conclusion(scenario, &Played { exchanges, is_observed: false })
         };
         assert!(of(Scenario::AtOnce, &["", running]).contains("still running"));
         assert!(of(Scenario::LostReply, &["", running]).contains("still running"));

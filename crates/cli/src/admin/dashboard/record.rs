@@ -6,16 +6,21 @@ use askama::Template;
 use axum::extract::{Extension, Path, Query, State};
 use axum::response::Response;
 use http::StatusCode;
+use http::header::HeaderMap;
 use oncegate_core::{ErrorChain, OnAbandoned, Record, RecordId, Timestamp};
 use oncegate_http::{Condition, Profile, Settings};
 
 use super::access::{Access, FormFields};
 use super::change::Action;
-use super::format::{bytes, duration, moment, number};
+use super::format::{bytes, duration, moment, number, query_text};
+use super::keys::searching;
+use super::waiting::{ASKED, redirect_page, still_waiting};
 use super::{Frame, PageResult, Reveal, RevealedPart, Section, page_with};
 use crate::activity::RepeatKind;
 use crate::admin::keys::{AuditTexts, Pairs, is_shadow, read_existing, settings_of};
+use crate::admin::problem::Problem;
 use crate::admin::seal::ReadRecord;
+use crate::admin::surveys::{Answer, Hits, Search, Ticket};
 use crate::admin::view::{BodyView, Detail, RecordView, StepResultView, time};
 use crate::admin::{AdminState, listing, metrics};
 use crate::keys::print::printable;
@@ -95,14 +100,47 @@ pub(super) async fn show(
     State(state): State<AdminState>,
     Extension(access): Extension<Access>,
     Path(id): Path<String>,
+    headers: HeaderMap,
     query: Pairs,
 ) -> PageResult {
-    let id = listing::find(&state, &id).await?;
+    let pairs = query.map(|Query(pairs)| pairs).unwrap_or_default();
+    let parameter = |name| pairs.iter().find(|(own, _)| own == name).map(|(_, text)| text.as_str());
+    let ticket = parameter(ASKED).and_then(Ticket::read);
+    let id = match find(&state, &id, ticket).await? {
+        Ok(found) if ticket.is_none() => found,
+        // Its own address, so that what follows needs no search.
+        Ok(found) => return Ok(redirect_page(&headers, &format!("/keys/{found}"))),
+        Err(next) => {
+            let address = format!("/keys/{}", query_text(&id));
+            return Ok(
+                still_waiting(&headers, ticket).unwrap_or_else(|| searching(&state, &access, &address, next))
+            );
+        }
+    };
     let found = read_existing(&state, id).await?;
-    let done = query.ok().and_then(|Query(pairs)| pairs.into_iter().find(|(name, _)| name == "done"));
-    let notice = done.and_then(|(_, slug)| Action::named(&slug)).map_or("", Action::notice);
+    let notice = parameter("done").and_then(Action::named).map_or("", Action::notice);
     let parts = PageParts { notice, ..PageParts::default() };
     Ok(render(&state, &access, (id, &found), parts).await)
+}
+
+/// The record that an address names, if it is found before the page must answer.
+async fn find(
+    state: &AdminState,
+    text: &str,
+    ticket: Option<Ticket>,
+) -> Result<Result<RecordId, Ticket>, Problem> {
+    let store = state.engine.store();
+    if RecordId::from_hex(text).is_some() {
+        return listing::find(&**store, text).await.map(Ok);
+    }
+    let search = Search { beginning: Some(text.to_owned()), key: None };
+    match state.surveys.search(search, store, ticket).await? {
+        Answer::Found(hits, _) => match *hits {
+            Hits::One(id) => Ok(Ok(id)),
+            _ => Err(Problem::no_record_like(text)),
+        },
+        Answer::Running(ticket) => Ok(Err(ticket)),
+    }
 }
 
 /// The parts of a page that depend on the request and not on the record.
@@ -121,7 +159,7 @@ pub(super) async fn reveal(
     Path(id): Path<String>,
     Extension(fields): Extension<FormFields>,
 ) -> PageResult {
-    let id = listing::find(&state, &id).await?;
+    let id = listing::find(&**state.engine.store(), &id).await?;
     let found = read_existing(&state, id).await?;
     let parts = match fields.audit() {
         Ok(AuditTexts { actor, reason }) => {
@@ -258,6 +296,13 @@ fn advice(view: &RecordView, settings: &Settings) -> Advice {
             "The request was sent to the service, and no certain result came back. Nothing executes under this key until you choose. Look \
              into the service (its database, its log, the provider) for this operation, then choose below."
                 .to_owned(),
+        ),
+        ("completed", _) if view.seal_refused.is_some() => (
+            "Make the response readable",
+            format!(
+                "It cannot be opened here: {}. Nothing executes under the key, and a retry gets the response from a sidecar that can open it.",
+                view.seal_refused.as_deref().unwrap_or_default()
+            ),
         ),
         ("completed" | "tombstone", false) => (
             "Nothing to do",

@@ -1,20 +1,20 @@
 //! The routes, their settings with the sources, and the records of each.
 
-use std::collections::{BTreeMap, HashMap};
-
 use askama::Template;
 use axum::extract::{Extension, Path, State};
 use http::Method;
-use oncegate_core::{ListQuery, StateName, limits};
+use http::header::HeaderMap;
 
 use super::access::Access;
-use super::format::{duration, number};
+use super::format::{duration, number, query_text};
+use super::keys::AsOfNote;
+use super::waiting::{ASKED, WaitNote, still_waiting};
 use super::{Frame, PageResult, Section, page};
 use crate::admin::AdminState;
-use crate::admin::keys::{Pairs, pairs, request_of_operation};
-use crate::admin::listing::walk;
+use crate::admin::keys::{Pairs, pairs};
 use crate::admin::problem::Problem;
-use crate::config::{Config, RouteConfig};
+use crate::admin::surveys::{Answer, RouteCounts, Ticket};
+use crate::config::RouteConfig;
 use crate::explain::{Request, Row, read_request, rows};
 
 /// The part of an address that means requests that match no route.
@@ -27,6 +27,9 @@ struct RoutesPage {
     routes: Vec<RouteLine>,
     has_shadow: bool,
     is_complete: bool,
+    as_of: Option<AsOfNote>,
+    wait: Option<WaitNote>,
+    has_waited: bool,
     request: String,
     answer: Vec<String>,
     answer_href: String,
@@ -46,7 +49,8 @@ struct RouteLine {
 }
 
 impl RouteLine {
-    fn new(place: Option<usize>, pattern: &str, route: &RouteConfig, counts: &Counts) -> Self {
+    /// Without counts while the records are being counted.
+    fn new(place: Option<usize>, pattern: &str, route: &RouteConfig, counts: Option<&RouteCounts>) -> Self {
         let settings = &route.settings;
         let methods = [Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
         let methods = methods.iter().filter(|method| settings.covers(method)).map(Method::as_str);
@@ -59,63 +63,49 @@ impl RouteLine {
             on_abandoned: format!("{:?}", settings.policy().on_abandoned()).to_ascii_lowercase(),
             requires_key: settings.profile().requires_key(),
             is_shadow: settings.is_shadow(),
-            counts: counts.of(place),
+            counts: counts
+                .map(|counts| counts.of(place))
+                .unwrap_or_default()
+                .into_iter()
+                .map(|(state, records)| (state.as_str(), number(records)))
+                .collect(),
         }
-    }
-}
-
-/// The numbers of records by route and state.
-#[derive(Default)]
-struct Counts(BTreeMap<(Option<usize>, StateName), u64>);
-
-impl Counts {
-    /// Counts the records that the store returns within the time for a walk; false if there are more.
-    async fn read(state: &AdminState, config: &Config) -> Result<(Self, bool), Problem> {
-        let mut query = ListQuery::default();
-        query.limit = limits::MAX_PAGE_RECORDS;
-        let mut counts = Self::default();
-        // Most records have one of a few operations.
-        let mut known: HashMap<String, Option<usize>> = HashMap::new();
-        let is_complete = walk(&**state.engine.store(), &query, |page, now| {
-            for (_, record) in &page.records {
-                let operation = record.label.operation();
-                let place = match known.get(operation) {
-                    Some(place) => *place,
-                    None => {
-                        let (method, path) = request_of_operation(operation);
-                        let place = config.route_number(&method, path);
-                        if known.len() < limits::MAX_PAGE_RECORDS {
-                            known.insert(operation.to_owned(), place);
-                        }
-                        place
-                    }
-                };
-                *counts.0.entry((place, record.state_name(now))).or_default() += 1;
-            }
-        })
-        .await?;
-        Ok((counts, is_complete))
-    }
-
-    fn of(&self, place: Option<usize>) -> Vec<(&'static str, String)> {
-        let states = StateName::ALL.into_iter();
-        states.filter_map(|state| Some((state.as_str(), number(*self.0.get(&(place, state))?)))).collect()
     }
 }
 
 pub(super) async fn list(
     State(state): State<AdminState>,
     Extension(access): Extension<Access>,
+    headers: HeaderMap,
     query: Pairs,
 ) -> PageResult {
     let config = state.live.borrow().config.clone();
-    let asked = pairs(query, &["request"])?.into_iter().next().map(|(_, text)| text).unwrap_or_default();
-    let (counts, is_complete) = Counts::read(&state, &config).await?;
-    let routes =
-        config.routes.iter().enumerate().map(|(place, route)| {
-            RouteLine::new(Some(place), route.pattern.as_str(), &route.config, &counts)
-        });
-    let others = RouteLine::new(None, "All other requests", &config.default, &counts);
+    let (mut asked, mut ticket) = (String::new(), None);
+    for (name, text) in pairs(query, &["request", ASKED])? {
+        if name == ASKED {
+            ticket = Ticket::read(&text);
+        } else {
+            asked = text;
+        }
+    }
+    let address = if asked.is_empty() {
+        "/routes".to_owned()
+    } else {
+        format!("/routes?request={}", query_text(&asked))
+    };
+    let (counts, as_of, wait) = match state.surveys.routes(&config, state.engine.store(), ticket).await? {
+        Answer::Found(counts, as_of) => (Some(counts), as_of, None),
+        Answer::Running(ticket) => {
+            (None, None, Some(WaitNote::new("The records are being counted", &address, ticket)))
+        }
+    };
+    if let (Some(_), Some(response)) = (&wait, still_waiting(&headers, ticket)) {
+        return Ok(response);
+    }
+    let routes = config.routes.iter().enumerate().map(|(place, route)| {
+        RouteLine::new(Some(place), route.pattern.as_str(), &route.config, counts.as_deref())
+    });
+    let others = RouteLine::new(None, "All other requests", &config.default, counts.as_deref());
     let routes: Vec<_> = routes.chain([others]).collect();
     let (mut answer, mut answer_href, mut error) = (Vec::new(), String::new(), String::new());
     if !asked.is_empty() {
@@ -136,10 +126,13 @@ pub(super) async fn list(
         }
     }
     Ok(page(&RoutesPage {
-        frame: Frame::new(&state, &access, Section::Routes, "Routes"),
+        frame: Frame::new(&state, &access, Section::Routes, "Routes").waiting(wait.as_ref()),
         has_shadow: routes.iter().any(|route| route.is_shadow),
         routes,
-        is_complete,
+        is_complete: counts.is_none_or(|counts| counts.is_complete),
+        as_of: as_of.map(|as_of| AsOfNote::new(as_of, &address)),
+        has_waited: ticket.is_some() && wait.is_none(),
+        wait,
         request: asked,
         answer,
         answer_href,

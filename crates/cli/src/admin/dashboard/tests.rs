@@ -1,5 +1,8 @@
 //! The pages over a socket, as browsers and attackers ask for them.
 
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
 use http::Request;
 use http::header;
 use oncegate_core::RecordId;
@@ -41,8 +44,17 @@ impl<'a> Browser<'a> {
         }
     }
 
+    /// A page with its records: on a busy machine it may have to be loaded again.
     async fn get(&self, path: &str) -> AdminResponse {
-        self.sidecar.send(self.builder("GET", path).body(Default::default()).unwrap()).await
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let mut path = path.to_owned();
+        loop {
+            let page = self.sidecar.send(self.builder("GET", &path).body(Default::default()).unwrap()).await;
+            let text = page.text();
+            let Some((_, rest)) = text.split_once("aria-busy=\"true\" hx-get=\"") else { return page };
+            assert!(Instant::now() < deadline, "{text}");
+            path = rest.split_once('"').unwrap().0.replace("&#38;", "&");
+        }
     }
 
     /// Sends a form as it is.
@@ -65,7 +77,12 @@ impl<'a> Browser<'a> {
         let hidden = |name| value_of(&text, name).unwrap_or_default();
         let (token, seen) = (hidden("form_token"), hidden("seen"));
         let fields = [&[("form_token", token.as_str()), ("seen", seen.as_str())], fields].concat();
-        self.send_form(path, &fields, Some(&self.origin())).await
+        let response = self.send_form(path, &fields, Some(&self.origin())).await;
+        match response.headers.get(header::LOCATION).and_then(|to| to.to_str().ok()) {
+            // A search on a busy machine.
+            Some(to) if to.starts_with("/keys/found") => self.get(to).await,
+            _ => response,
+        }
     }
 
     fn origin(&self) -> String {
@@ -412,6 +429,68 @@ async fn a_stored_response_is_shown_for_a_reason_that_is_written_down() {
     for text in [id, &id[..8], &format!("urn:oncegate:record:{id}")] {
         assert_eq!(location(&browser.submit("/keys", "/keys/search", &[("q", text)]).await), record);
     }
+    // A key may look like a record, and must not come into an address.
+    let digest = "72a9".repeat(16);
+    let search = [("q", digest.as_str())];
+    let none = browser.submit("/keys", "/keys/search", &search).await;
+    assert_eq!((none.status, none.headers.contains_key("location")), (404, false), "{}", none.text());
+    sidecar.call("/tenant", &[("idempotency-key", digest.as_str())], b"1").await;
+    let found = browser.submit("/keys", "/keys/search", &search).await;
+    assert!(!location(&found).contains(&digest), "{}", location(&found));
+    assert_eq!(browser.get(location(&found)).await.status, 200);
+}
+
+/// An open page goes on by itself when the store is back.
+#[tokio::test]
+async fn a_page_that_could_not_be_read_loads_itself_again() {
+    let sidecar = Sidecar::start().await;
+    let browser = Browser::new(&sidecar);
+    sidecar.is_away.store(true, Ordering::SeqCst);
+    for (path, again) in [
+        ("/stuck", "/stuck"),
+        ("/keys?state=unknown&asked=12", "/keys?state=unknown"),
+        ("/keys?asked=12&operation=a%26b", "/keys?operation=a%26b"),
+        ("/routes?asked=12", "/routes"),
+    ] {
+        let page = browser.get(path).await;
+        assert_eq!(page.status, 503, "{path}");
+        let text = page.text().replace("&#38;", "&");
+        for part in [
+            format!("hx-get=\"{again}\""),
+            format!("content=\"15; url={again}\""),
+            "out of reach.</p>".to_owned(),
+        ] {
+            assert!(text.contains(&part), "{part} in {text}");
+        }
+    }
+    // A search has its ticket in its address, and is a list of the key's records without it.
+    let tag = "0123456789abcdef";
+    let again = browser.get(&format!("/keys/found?key_tag={tag}")).await;
+    assert_eq!(location(&again), format!("/keys?key_tag={tag}"));
+    // A form is not sent again.
+    let id = "a".repeat(64);
+    let text = browser.send_form("/keys/search", &[("q", id.as_str())], Some(&browser.origin())).await.text();
+    assert!(!text.contains("hx-get") && !text.contains("http-equiv"), "{text}");
+}
+
+/// Each page would have to be read anew.
+#[tokio::test]
+async fn a_request_that_is_refused_voids_no_survey() {
+    let sidecar = Sidecar::with_token(Some(TOKEN)).await;
+    let id = sidecar.unknown(1, "POST /orders").await;
+    let mut browser = Browser::new(&sidecar);
+    let origin = browser.origin();
+    let path = format!("/keys/{id}/free");
+    for path in ["/x", "/v1/keys/x/park", "/v1/log-level", "/playground", &path] {
+        browser.send_form(path, &[], Some(&origin)).await;
+        browser.send_form(path, &[], Some("https://evil.example")).await;
+    }
+    browser.log_in(TOKEN).await;
+    browser.send_form("/x", &[], Some(&origin)).await;
+    browser.send_form(&path, &[("form_token", "x")], Some(&origin)).await;
+    assert_eq!(sidecar.surveys.changed(), None);
+    browser.submit(&path, &path, &[("reason", "the host is gone"), ("step", "confirm")]).await;
+    assert!(sidecar.surveys.changed().is_some());
 }
 
 #[tokio::test]
@@ -425,6 +504,13 @@ async fn with_a_token_a_session_opens_the_pages() {
     let denied = browser.log_in("0123456789abcdeX").await;
     assert_eq!(denied.status, 401);
     assert!(denied.text().contains("The token is wrong") && !denied.headers.contains_key("set-cookie"));
+    // A name that shows as another one.
+    let fields = [("token", TOKEN), ("actor", "an\u{202e}na")];
+    let turned = browser.send_form("/login", &fields, Some(&browser.origin())).await;
+    assert_eq!(turned.status, 400);
+    assert!(
+        turned.text().contains("change the direction of text") && !turned.headers.contains_key("set-cookie")
+    );
     let foreign = browser.send_form("/login", &[("token", TOKEN)], Some("https://evil.example")).await;
     assert_eq!(foreign.status, 403);
 
@@ -594,5 +680,56 @@ async fn routes_show_each_setting_with_its_source() {
             browser.submit("/playground", "/playground", &[("method", "POST"), ("path", path)]).await;
         assert_eq!(refused.status, 400, "{path}");
         assert!(refused.text().contains(error));
+    }
+}
+
+#[tokio::test]
+async fn records_that_cannot_be_read_are_no_empty_store() {
+    let sidecar = Sidecar::start().await;
+    let browser = Browser::new(&sidecar);
+    for (path, text) in [("/keys", "No key has been used yet"), ("/stuck", "Nothing is stuck")] {
+        let page = browser.get(path).await.text();
+        assert!(page.contains(text) && !page.contains("cannot be read"), "{page}");
+    }
+    for number in 1..=103 {
+        let id = sidecar.unknown(number, "POST /pay").await;
+        sidecar.unreadable.lock().unwrap().push(id);
+    }
+    for path in ["/keys", "/stuck"] {
+        let page = browser.get(path).await.text();
+        assert!(page.contains("At least 103 records cannot be read"), "{page}");
+        assert!(page.contains("The first 100 are:") && page.contains("keys ls --unreadable"), "{page}");
+        assert!(!page.contains("No key has been used yet") && !page.contains("Nothing is stuck"), "{page}");
+    }
+    sidecar.call("/tenant", &[("idempotency-key", "a-key")], b"balance: 1").await;
+    let found = browser.submit("/keys", "/keys/search", &[("q", "a-key")]).await;
+    let record = location(&found).strip_prefix("/keys/").and_then(RecordId::from_hex).unwrap();
+    sidecar.unreadable.lock().unwrap().push(record);
+    let none = browser.submit("/keys", "/keys/search", &[("q", "a-key")]).await.text();
+    assert!(none.contains("A record cannot be read, and it may be that of this key"), "{none}");
+    assert!(!none.contains("would execute again"), "{none}");
+}
+
+#[tokio::test]
+async fn a_search_by_the_first_digits_answers_before_the_store_does() {
+    let sidecar = Sidecar::start().await;
+    let browser = Browser::new(&sidecar);
+    let id = sidecar.unknown(0xab, "POST /pay").await;
+    let token = value_of(&browser.get("/misuse").await.text(), "form_token").unwrap();
+    let search = async |text: &str| {
+        let fields = [("form_token", token.as_str()), ("q", text)];
+        browser.send_form("/keys/search", &fields, Some(&browser.origin())).await
+    };
+    for (text, found) in [("ababab", format!("/keys/{id}")), ("cdcdcd", String::new())] {
+        sidecar.is_frozen.store(true, std::sync::atomic::Ordering::SeqCst);
+        let answer = search(text).await;
+        assert!(location(&answer).starts_with("/keys/found?key_tag="), "{}", answer.text());
+        sidecar.is_frozen.store(false, std::sync::atomic::Ordering::SeqCst);
+        let page = browser.get(location(&answer)).await;
+        if found.is_empty() {
+            assert_eq!(page.status, 404, "{}", page.text());
+        } else {
+            assert_eq!(location(&page), found);
+        }
     }
 }

@@ -42,13 +42,18 @@ fn named(text: &str) -> BTreeSet<&str> {
     words.filter(is_metric).filter(|word| !word.contains(':')).collect()
 }
 
-/// The metrics that need a certificate, a key set, seal keys, a cache, a limit or an event, with the words under which they are
-/// registered.
-const OPTIONAL: [(&str, &str); 12] = [
+/// The metrics that need a certificate, a key set, seal keys, a cache, messages, a limit or an event, with the words under which
+/// they are registered.
+const OPTIONAL: [(&str, &str); 17] = [
     ("oncegate_cache_claims_total", "\"cache_claims\""),
     ("oncegate_cache_fills_total", "\"cache_fills\""),
     ("oncegate_cache_out", "\"cache_out\""),
     ("oncegate_cache_pending", "\"cache_pending\""),
+    ("oncegate_dead_letters", "\"dead_letters\", help, None"),
+    ("oncegate_outbox_failing", "\"outbox_failing\", help, None"),
+    ("oncegate_outbox_oldest_seconds", "\"outbox_oldest\", help, Some(Unit::Seconds)"),
+    ("oncegate_outbox_refused", "\"outbox_refused\", help, None"),
+    ("oncegate_outbox_waiting", "\"outbox_waiting\", help, None"),
     ("oncegate_key_set_age_seconds", "\"key_set_age\", age, Some(Unit::Seconds)"),
     ("oncegate_key_set_usable", "\"key_set_usable\""),
     ("oncegate_records", "\"records\", help, Family::default()"),
@@ -233,6 +238,15 @@ async fn every_command_of_the_pages_is_accepted() {
                     let is_known = status < 400 || url == "/v1/log-level" && text.contains("has no log");
                     assert!(is_known, "{page}: {line}: {status} {text}");
                     count += 1;
+                }
+                // It makes links of the paths in the installed rules.
+                "sed" => {
+                    let [from, to] = words[1].split('|').collect::<Vec<_>>()[1..3] else { panic!("{line}") };
+                    let rules = read(RULES);
+                    assert!(
+                        rules.contains(from) && !rules.replace(from, to).contains("runbook: docs/"),
+                        "{line}"
+                    );
                 }
                 "df" | "date" | "redis-cli" => {}
                 other => panic!("{page}: {other} is not checked"),

@@ -1,0 +1,445 @@
+// The store loses replies, or says something else than it was asked for; loggers fail; many wait.
+import assert from 'node:assert/strict';
+import { randomBytes } from 'node:crypto';
+import { execFileSync } from 'node:child_process';
+import { createServer } from 'node:http';
+import { once } from 'node:events';
+import { mock, test } from 'node:test';
+import { setTimeout as pause } from 'node:timers/promises';
+import { encodeResponse, idempotent, MemoryStore, node, Oncegate, StoreFullError, StoreUnavailableError, withIdempotency } from '../dist/esm/index.js';
+
+const GONE = () => Object.assign(new Error('read ECONNRESET'), { code: 'ECONNRESET' });
+const REFUSED = () => Object.assign(new Error('connect ECONNREFUSED'), { code: 'ECONNREFUSED' });
+
+/** A store on a server, in memory. What `before` and `after` of a command throw is the failure of the command. */
+function remote(claimsMayCommitLate, { before = {}, after = {} } = {}) {
+  const memory = new MemoryStore();
+  const ends = [];
+  const store = { name: claimsMayCommitLate ? 'postgres' : 'redis', claimsMayCommitLate, memory, ends };
+  for (const name of ['claim', 'renew', 'lookup', 'complete', 'release']) {
+    store[name] = async (...args) => {
+      await before[name]?.(...args);
+      const reply = await memory[name](...args);
+      if (name === 'complete' || name === 'release') ends.push(`${name} ${reply}`);
+      await after[name]?.(reply);
+      return reply;
+    };
+  }
+  return store;
+}
+
+async function until(condition, what) {
+  const deadline = Date.now() + 20_000;
+  while (!(await condition())) {
+    assert.ok(Date.now() < deadline, `no ${what} in time`);
+    await pause(5);
+  }
+}
+
+for (const claimsMayCommitLate of [true, false]) {
+  test(`a lost reply to a claim does not free a key whose completion is late (claims may commit late: ${claimsMayCommitLate})`, async () => {
+    let claims = 0;
+    let isAway = true;
+    const store = remote(claimsMayCommitLate, {
+      after: { claim: () => { claims += 1; if (claims === 1) throw GONE(); } },
+      before: { complete: () => { if (isAway) throw REFUSED(); } },
+    });
+    const oncegate = new Oncegate({ store, service: 'x', warn: () => undefined });
+    let effects = 0;
+    const pay = idempotent(oncegate, { name: 'pay', key: (key) => key, errors: 'unknown', wait: 0 }, () => { effects += 1; return effects; });
+    assert.equal(await pay('k'), 1);
+    const { engine } = oncegate;
+    // What looks for the lost claim is called here, and not at its time.
+    const open = () => [...[...engine.unsettled.values()].flatMap((ofRecord) => [...ofRecord]), ...engine.lost];
+    for (const { settle } of open()) await settle();
+    isAway = false;
+    assert.equal(await oncegate.drain(10_000), true);
+    assert.deepEqual(store.ends, ['complete done']);
+    const other = new Oncegate({ store, service: 'x', warn: () => undefined });
+    const again = idempotent(other, { name: 'pay', key: (key) => key, errors: 'unknown', wait: 0 }, () => { effects += 1; return effects; });
+    assert.equal(await again('k'), 1);
+    assert.equal(effects, 1);
+  });
+}
+
+for (const storeOutage of ['closed', 'open']) {
+  test(`a lost claim of another request leaves a completed key as it is (storeOutage: ${storeOutage})`, async () => {
+    let lose = 0;
+    const store = remote(true, { before: { claim: () => { if (lose > 0) { lose -= 1; throw GONE(); } } } });
+    const oncegate = new Oncegate({ store, service: 'x', warn: () => undefined });
+    let effects = 0;
+    const handler = withIdempotency(oncegate, { scope: 'single-tenant', storeOutage, wait: 0 }, async () => { effects += 1; return Response.json({ effects }); });
+    const send = async (body) => {
+      const response = await handler(new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': 'k' }, body }));
+      return [response.status, await response.text()];
+    };
+    const first = await send('a');
+    assert.equal(first[0], 200);
+    lose = 2;
+    await send('b');
+    const before = effects;
+    assert.deepEqual(await send('a'), first);
+    assert.equal(effects, before);
+    assert.equal((await send('b'))[0], 422);
+  });
+}
+
+test('a lost reply to a claim of a record of another one is not an outage', async () => {
+  let lose = 0;
+  const store = remote(true, { before: { claim: () => { if (lose > 0) { lose -= 1; throw GONE(); } } } });
+  const gate = () => new Oncegate({ store, service: 'x', warn: () => undefined });
+  let effects = 0;
+  let go;
+  const gone = new Promise((resolve) => { go = resolve; });
+  const options = { scope: 'single-tenant', storeOutage: 'open', wait: 0 };
+  const run = async () => { effects += 1; await gone; return Response.json({}); };
+  const [one, other] = [withIdempotency(gate(), options, run), withIdempotency(gate(), options, run)];
+  const request = () => new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': 'k' }, body: 'a' });
+  const first = one(request());
+  await until(() => effects === 1, 'execution');
+  lose = 1;
+  assert.equal((await other(request())).status, 503);
+  assert.equal(effects, 1);
+  assert.equal((await other(request())).status, 409);
+  go();
+  assert.equal((await first).status, 200);
+  assert.equal((await other(request())).headers.get('idempotent-replayed'), 'true');
+});
+
+test('a logger that fails neither ends the process nor keeps a key', async () => {
+  const fallback = mock.method(console, 'warn', () => undefined);
+  try {
+    for (const warn of [() => { throw new TypeError('no private member'); }, async () => { throw new Error('the disk is full'); }]) {
+      const oncegate = new Oncegate({ store: new MemoryStore(), warn });
+      const handler = withIdempotency(oncegate, { scope: 'single-tenant', wait: 0 }, async () => { throw new Error('failed'); });
+      const request = () => new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': 'k' } });
+      const first = await handler(request()).then(({ status }) => status, (error) => error.message);
+      assert.ok(first === 500 || first === 'failed', String(first));
+      assert.equal(oncegate.engine.running.size, 0);
+      const server = createServer(node(oncegate, { scope: 'single-tenant', wait: 0 }, () => { throw new Error('failed'); })).listen(0, '127.0.0.1');
+      await once(server, 'listening');
+      const url = `http://127.0.0.1:${server.address().port}/`;
+      assert.equal((await fetch(url, { method: 'POST', headers: { 'idempotency-key': 'other' } })).status, 500);
+      server.closeAllConnections();
+      server.close();
+      assert.equal(await oncegate.drain(5000), true);
+    }
+    assert.ok(fallback.mock.callCount() >= 2);
+    assert.match(fallback.mock.calls[0].arguments[0], /^oncegate: /);
+  } finally {
+    fallback.mock.restore();
+  }
+});
+
+test('tens of thousands of duplicates wait for one attempt, which ends', async () => {
+  const oncegate = new Oncegate({ store: new MemoryStore(), warn: () => undefined });
+  let go;
+  const gone = new Promise((resolve) => { go = resolve; });
+  const pay = idempotent(oncegate, { name: 'pay', key: () => 'k', errors: 'unknown', wait: 1 }, async () => { await gone; return 'paid'; });
+  const first = pay();
+  for (let turn = 0; turn < 30; turn += 1) await Promise.allSettled(Array.from({ length: 900 }, () => pay()));
+  go();
+  assert.equal(await first, 'paid');
+  assert.equal(await pay(), 'paid');
+});
+
+test('the wait of a duplicate has no timer once the attempt has ended', async () => {
+  const oncegate = new Oncegate({ store: new MemoryStore(), warn: () => undefined });
+  let go;
+  const gone = new Promise((resolve) => { go = resolve; });
+  const pay = idempotent(oncegate, { name: 'pay', key: () => 'k', errors: 'unknown', wait: '1h' }, async () => { await gone; return 'paid'; });
+  const timers = () => process.getActiveResourcesInfo().filter((name) => name === 'Timeout').length;
+  const before = timers();
+  const calls = [pay(), pay()];
+  await until(() => oncegate.engine.waiters === 1, 'duplicate that waits');
+  go();
+  assert.deepEqual(await Promise.all(calls), ['paid', 'paid']);
+  assert.ok(timers() <= before);
+});
+
+test('lost claims count among the attempts without an end, and are not looked for while the store is left alone', async () => {
+  let isAway = false;
+  let sent = 0;
+  const store = remote(false, { before: { claim: () => { if (isAway) throw GONE(); }, lookup: () => { sent += 1; if (isAway) throw GONE(); } } });
+  const { engine } = new Oncegate({ store, service: 'x', warn: () => undefined });
+  const policy = { leaseMs: 60_000, retentionMs: 60_000, waitMs: 0, onAbandoned: 'park' };
+  const claimed = () => ({ id: randomBytes(32), fingerprint: Buffer.concat([Buffer.of(1), Buffer.alloc(32)]), callerTag: Buffer.alloc(8), keyTag: Buffer.alloc(8), operation: 'x' });
+  const first = await engine.claim(claimed(), policy);
+  await first.permit.complete('completed', encodeResponse({ status: 200, headers: [], trailers: [], body: Buffer.alloc(0) }));
+  isAway = true;
+  for (let turn = 0; turn < 2; turn += 1) await assert.rejects(engine.claim(claimed(), policy));
+  assert.ok(engine.lost.size >= 1);
+  const before = sent;
+  for (const { settle } of engine.lost) assert.equal(await settle(), false);
+  assert.equal(sent, before);
+  isAway = false;
+  // Those that have executed nothing keep no other key from executing.
+  for (let at = 0; engine.lost.size < 65_536; at += 1) engine.lost.add({ settle: async () => true, hasExecuted: false, at });
+  await until(() => engine.claim(claimed(), policy).then(({ outcome }) => outcome === 'execute', () => false), 'execution');
+  engine.lostExecuted = 65_536;
+  await assert.rejects(engine.claim(claimed(), policy), { name: 'StoreFullError', message: /too many attempts/ });
+  engine.isClosed = true;
+});
+
+test('drain waits for a claim that is under way, and for a duplicate that waits for another process', async () => {
+  let mayClaim = Promise.resolve();
+  const store = remote(true, { before: { claim: () => mayClaim } });
+  const [here, there] = [0, 0].map(() => new Oncegate({ store, service: 'x', warn: () => undefined }));
+  const ran = [];
+  const of = (oncegate, work) => idempotent(oncegate, { name: 'pay', key: (key) => key, errors: 'release', wait: '30s' }, work);
+  const run = of(here, async (key) => { ran.push(`begun ${key}`); await pause(50); ran.push(`ended ${key}`); return 1; });
+  let [fail, go] = [];
+  const elsewhere = of(there, () => new Promise((_, reject) => { fail = reject; }))('b').catch(() => undefined);
+  await until(() => fail, 'function');
+  const duplicate = run('b');
+  await until(() => here.engine.waiters === 1, 'waiting duplicate');
+  mayClaim = new Promise((resolve) => { go = resolve; });
+  const claiming = run('a');
+  await pause(20);
+  let isDrained = false;
+  const draining = here.drain('30s').finally(() => { isDrained = true; });
+  await pause(100);
+  assert.deepEqual([isDrained, ran], [false, []]);
+  await assert.rejects(run('c'), /shutting down/);
+  go();
+  await claiming;
+  await pause(50);
+  assert.equal(isDrained, false);
+  fail(new Error('nothing took effect'));
+  assert.equal(await draining, true);
+  assert.deepEqual(ran, ['begun a', 'ended a', 'begun b', 'ended b']);
+  await Promise.all([duplicate, elsewhere]);
+});
+
+for (const [name, errors, isOutage] of [
+  ['an answer of the server is no outage', [
+    Object.assign(new Error('LOADING Redis is loading the dataset in memory'), { name: 'ReplyError' }),
+    new Error('NOAUTH Authentication required.'),
+    new Error('ERR max number of clients reached'),
+    Object.assign(new Error('sorry, too many clients already'), { code: '53300' }),
+    Object.assign(new Error('the database system is starting up'), { code: '57P03' }),
+    Object.assign(new Error('canceling statement due to statement timeout'), { code: '57014' }),
+    Object.assign(new Error('no such database'), { code: '08P01', severity: 'FATAL' }),
+  ], false],
+  ['a connection that was made and is broken each time is no outage', [
+    GONE(),
+    Object.assign(new Error('write EPIPE'), { code: 'EPIPE' }),
+    Object.assign(new Error('read EHOSTUNREACH'), { code: 'EHOSTUNREACH', syscall: 'read' }),
+    Object.assign(new Error('terminating connection due to administrator command'), { code: '57P01' }),
+    new Error('Connection terminated unexpectedly'),
+    new Error('Socket closed unexpectedly'),
+  ], false],
+  ['a certificate that is not trusted, and an error of this process, are no outage', [
+    Object.assign(new Error('self-signed certificate'), { code: 'DEPTH_ZERO_SELF_SIGNED_CERT' }),
+    Object.assign(new Error("Hostname/IP does not match certificate's altnames"), { code: 'ERR_TLS_CERT_ALTNAME_INVALID' }),
+    new Error('The server does not support SSL connections'),
+    new Error('SASL: SCRAM-SERVER-FIRST-MESSAGE: client password must be a string'),
+    new Error('Cannot use a pool after calling end on the pool'),
+    new TypeError("Cannot read properties of undefined (reading '0')"),
+  ], false],
+  ['a connection that cannot be made is an outage', [
+    REFUSED(),
+    Object.assign(new Error('connect EHOSTUNREACH'), { code: 'EHOSTUNREACH', syscall: 'connect' }),
+    new Error('Connection is closed.'),
+    Object.assign(new Error('connect ENOENT /run/postgresql/.s.PGSQL.5432'), { code: 'ENOENT', syscall: 'connect' }),
+    Object.assign(new AggregateError([]), { code: 'EHOSTUNREACH' }),
+    new Error('Connection terminated due to connection timeout'),
+    new Error('timeout exceeded when trying to connect'),
+    new Error('Reached the max retries per request limit (which is 20). Refer to "maxRetriesPerRequest" option for details.'),
+    new Error('Too many Cluster redirections. Last error: Error: Connection is closed.'),
+    new StoreUnavailableError('a store of another kind is away'),
+    Object.assign(new Error('connection failure'), { code: '08006' }),
+  ], true],
+]) {
+  test(`storeOutage open: ${name}`, async () => {
+    for (const error of errors) {
+      for (const claimsMayCommitLate of [true, false]) {
+        const oncegate = new Oncegate({ store: remote(claimsMayCommitLate, { before: { claim: () => { throw error; } } }), storeTimeout: '300ms', service: 'x', warn: () => undefined });
+        let runs = 0;
+        const handler = withIdempotency(oncegate, { scope: 'single-tenant', storeOutage: 'open', wait: 0 }, () => { runs += 1; return new Response('x'); });
+        // More often than a breaker needs, with other keys and with the same one.
+        for (let at = 0; at < 8; at += 1) {
+          const response = await handler(new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': `k${at % 5}` }, body: 'x' }));
+          assert.equal(response.status, isOutage ? 200 : 503, error.message);
+        }
+        assert.equal(runs, isOutage ? 8 : 0, error.message);
+        oncegate.engine.isClosed = true;
+      }
+    }
+  });
+}
+
+test('clients that hold all file descriptors of the process do not switch the protection off (storeOutage: open)', () => {
+  const program = `
+    import { once } from 'node:events';
+    import { closeSync, openSync } from 'node:fs';
+    import { connect, createServer } from 'node:net';
+    import { MemoryStore, Oncegate, withIdempotency } from ${JSON.stringify(new URL('../dist/esm/index.js', import.meta.url))};
+    const server = createServer((socket) => socket.resume()).listen(0, '127.0.0.1');
+    await once(server, 'listening');
+    const store = new MemoryStore();
+    const claim = store.claim.bind(store);
+    store.name = 'redis';
+    store.claim = async (...args) => {
+      const socket = connect(server.address().port, '127.0.0.1');
+      await once(socket, 'connect');
+      socket.destroy();
+      return claim(...args);
+    };
+    const oncegate = new Oncegate({ store, service: 'shop' });
+    let runs = 0;
+    const handler = withIdempotency(oncegate, { scope: 'single-tenant', storeOutage: 'open', wait: 0 }, () => { runs += 1; return new Response('x'); });
+    const ask = async () => (await handler(new Request('http://a.example/pay', { method: 'POST', body: '{}', headers: { 'idempotency-key': 'pay-1' } }))).status;
+    const statuses = [await ask()];
+    const held = [];
+    try { for (;;) held.push(openSync('/dev/null', 'r')); } catch {}
+    for (let i = 0; i < 3; i += 1) statuses.push(await ask());
+    held.forEach((one) => closeSync(one));
+    process.stdout.write(JSON.stringify({ statuses, runs }));
+    process.exit();
+  `;
+  const limited = ['-c', 'ulimit -n 200 && exec "$0" --input-type=module -e "$1"', process.execPath, program];
+  assert.deepEqual(JSON.parse(execFileSync('sh', limited, { encoding: 'utf8' })), { statuses: [200, 503, 503, 503], runs: 1 });
+});
+
+test('a retry of a claim whose reply was lost is not executed while the store is reached, also with storeOutage open', async () => {
+  for (const again of [GONE(), new StoreFullError('PostgreSQL is a standby, or only reads', true), Object.assign(new Error('starting up'), { code: '57P03' })]) {
+    let failure = GONE();
+    const oncegate = new Oncegate({ store: remote(true, { before: { claim: () => { if (failure !== undefined) throw failure; } } }), storeTimeout: '300ms', service: 'x', warn: () => undefined });
+    let runs = 0;
+    const handler = withIdempotency(oncegate, { scope: 'single-tenant', storeOutage: 'open', wait: 0 }, () => { runs += 1; return new Response('x'); });
+    const ask = async () => (await handler(new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': 'k' }, body: 'x' }))).status;
+    assert.equal(await ask(), 503);
+    failure = again;
+    for (let at = 0; at < 4; at += 1) assert.equal(await ask(), 503, again.message);
+    assert.equal(runs, 0);
+    failure = REFUSED();
+    assert.equal(await ask(), 200);
+    failure = undefined;
+    assert.deepEqual([await ask(), runs], [200, 2]);
+    assert.equal(await oncegate.drain(5000), true);
+  }
+});
+
+test('broken connections of a pool are tried again, also by the first look at the store', async () => {
+  let broken = 10;
+  const use = () => { if (broken % 5 !== 0) { broken -= 1; throw GONE(); } };
+  const store = remote(true, { before: { lookup: use, claim: use } });
+  const oncegate = new Oncegate({ store, service: 'x', storeTimeout: '20s', warn: () => undefined });
+  const handler = withIdempotency(oncegate, { scope: 'single-tenant', storeOutage: 'open', wait: 0 }, () => new Response('x'));
+  for (const key of ['one', 'other']) {
+    broken = key === 'one' ? 4 : 9;
+    const response = await handler(new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': key }, body: 'x' }));
+    assert.deepEqual([response.status, response.headers.get('idempotency-status'), broken % 5], [200, null, 0]);
+  }
+  assert.equal(await oncegate.drain(5000), true);
+});
+
+test('a store that breaks every connection holds a request no longer than a part of storeTimeout', async () => {
+  let tries = 0;
+  const oncegate = new Oncegate({ store: remote(true, { before: { claim: () => { tries += 1; throw GONE(); } } }), service: 'x', storeTimeout: '20s', warn: () => undefined });
+  const handler = withIdempotency(oncegate, { scope: 'single-tenant', storeOutage: 'open', wait: 0 }, () => new Response('x'));
+  const begun = performance.now();
+  const response = await handler(new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': 'k' }, body: 'x' }));
+  const took = performance.now() - begun;
+  oncegate.engine.isClosed = true;
+  assert.equal(response.status, 503);
+  assert.ok(tries > 2 && took < 10_000, `${tries} tries in ${took} ms`);
+});
+
+test('a server that answers nothing to the look for an id secret is no wrong store', async () => {
+  const log = [];
+  const store = remote(false, { before: { lookup: () => { throw new StoreFullError('Redis takes no new keys (READONLY)', true); } } });
+  const oncegate = new Oncegate({ store, service: 'x', warn: (line) => log.push(line) });
+  const handler = withIdempotency(oncegate, { scope: 'single-tenant', storeOutage: 'open', wait: 0 }, () => new Response('x'));
+  const response = await handler(new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': 'k' }, body: 'x' }));
+  assert.equal(response.status, 503);
+  assert.match(log.join(), /READONLY/);
+  assert.doesNotMatch(log.join(), /id secret/);
+});
+
+test('a claim that was granted before the store refused it is given back', async () => {
+  for (const isAway of [false, true]) {
+    let [claims, looks] = [0, 0];
+    const store = remote(false, {
+      after: { claim: () => { claims += 1; if (claims === 1) throw new StoreFullError('Redis takes no new keys (READONLY)', true); } },
+      before: { lookup: () => { looks += 1; if (isAway && looks === 2) throw GONE(); } },
+    });
+    const { engine } = new Oncegate({ store, service: 'x', warn: () => undefined });
+    const policy = { leaseMs: 60_000, retentionMs: 60_000, waitMs: 0, onAbandoned: 'park' };
+    const claimed = { id: randomBytes(32), fingerprint: Buffer.concat([Buffer.of(1), Buffer.alloc(32)]), callerTag: Buffer.alloc(8), keyTag: Buffer.alloc(8), operation: 'x' };
+    await assert.rejects(engine.claim(claimed, policy), { name: 'StoreFullError' });
+    assert.equal(engine.lost.size, 1);
+    for (const { settle } of engine.lost) assert.equal(await settle(), true);
+    assert.deepEqual(store.ends, ['release done']);
+    assert.equal((await engine.claim(claimed, policy)).outcome, 'execute');
+    engine.isClosed = true;
+  }
+});
+
+test('of very many lost claims, each is looked for during five minutes, and not longer', async () => {
+  const gone = () => Promise.reject(GONE());
+  const memory = new MemoryStore();
+  let isStill = false;
+  const store = { name: 'redis', claimsMayCommitLate: false };
+  for (const name of ['claim', 'renew', 'lookup', 'complete', 'release']) store[name] = (...args) => (isStill ? gone() : memory[name](...args));
+  let skipped = 0;
+  const { now } = performance;
+  performance.now = () => now.call(performance) + skipped;
+  const realTimeout = globalThis.setTimeout;
+  globalThis.setTimeout = (run, ms, ...rest) => realTimeout(() => { if (ms >= 1000) skipped += ms; run(...rest); }, Math.min(ms, 30));
+  try {
+    const { engine } = new Oncegate({ store, service: 'x', warn: () => undefined, storeTimeout: '100ms' });
+    const policy = { leaseMs: 60_000, retentionMs: 3_600_000, waitMs: 0, onAbandoned: 'park' };
+    const claimed = () => ({ id: randomBytes(32), fingerprint: Buffer.concat([Buffer.of(1), Buffer.alloc(32)]), callerTag: Buffer.alloc(8), keyTag: Buffer.alloc(8), operation: 'x' });
+    (await engine.claim(claimed(), policy)).permit.leave();
+    for (let at = 0; at < 8192; at += 1) engine.lost.add({ settle: async () => true, hasExecuted: false, at });
+    isStill = true;
+    await assert.rejects(engine.claim(claimed(), policy));
+    assert.equal(engine.lost.size, 8193);
+    await until(() => engine.lost.size === 8192, 'end of the search');
+    assert.ok(skipped < 600_000, String(skipped));
+    engine.isClosed = true;
+  } finally {
+    performance.now = now;
+    globalThis.setTimeout = realTimeout;
+  }
+});
+
+test('a claim that reaches a store which stood still for ten minutes is given back', async () => {
+  const memory = new MemoryStore();
+  const late = [];
+  let isStill = false;
+  const never = () => new Promise((resolve) => { late.push(resolve); });
+  const store = { name: 'redis', claimsMayCommitLate: false };
+  for (const name of ['claim', 'renew', 'lookup', 'complete', 'release']) {
+    store[name] = (...args) => {
+      if (!isStill) return memory[name](...args);
+      // The server carries it out when it goes on.
+      if (name === 'claim') late.push(() => memory.claim(...args));
+      return Promise.race([never(), pause(20).then(() => { throw GONE(); })]);
+    };
+  }
+  // The engine reads the time here, and sleeps with timers.
+  let skipped = 0;
+  const { now } = performance;
+  performance.now = () => now.call(performance) + skipped;
+  const realTimeout = globalThis.setTimeout;
+  globalThis.setTimeout = (run, ms, ...rest) => realTimeout(() => { if (ms >= 1000) skipped += ms; run(...rest); }, Math.min(ms, 30));
+  try {
+    const oncegate = new Oncegate({ store, service: 'x', warn: () => undefined, storeTimeout: '100ms' });
+    let runs = 0;
+    const pay = idempotent(oncegate, { name: 'pay', key: (key) => key, errors: 'unknown', wait: 0, lease: '1m' }, () => { runs += 1; return runs; });
+    assert.equal(await pay('before'), 1);
+    isStill = true;
+    await assert.rejects(pay('k'));
+    await until(() => skipped > 600_000, 'ten minutes');
+    isStill = false;
+    for (const carryOut of late) await carryOut();
+    await until(() => oncegate.engine.lost.size === 0 , 'end of the search');
+    assert.equal(await pay('k'), 2);
+  } finally {
+    performance.now = now;
+    globalThis.setTimeout = realTimeout;
+  }
+});

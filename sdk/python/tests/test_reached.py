@@ -1,0 +1,242 @@
+"""Which errors of a store are an outage, for `store_outage="open"`: no connection can be made, or no answer comes in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psycopg
+import pytest
+
+import oncegate
+import servers
+from oncegate import IdempotencyMiddleware
+from test_asgi import ask, scope, status
+from test_doubt import until
+
+
+class Service:
+    def __init__(self, store: Any, **settings: Any) -> None:
+        self.runs = 0
+        settings = {"store_timeout": 2, **settings}
+        self.app = IdempotencyMiddleware(
+            self.handle, store=store, service="shop", scope="single-tenant", store_outage="open", **settings
+        )
+
+    async def handle(self, _: Any, __: Any, send: Any) -> None:
+        self.runs += 1
+        await send({"type": "http.response.start", "status": 201, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask(self, key: str | None = None) -> int:
+        return int(status(await ask(self.app, scope(key or uuid.uuid4().hex))))
+
+
+@contextlib.asynccontextmanager
+async def redis_store(url: str) -> AsyncIterator[Any]:
+    from redis.asyncio import Redis
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    async with Redis.from_url(url, retry=Retry(NoBackoff(), 0)) as client:
+        yield oncegate.RedisStore(client)
+
+
+ANSWERS = ["NOAUTH", "WRONGPASS", "a disabled user", "max number of clients", "unknown command"]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+async def test_a_redis_that_answers_with_an_error_is_no_outage(answer: str) -> None:
+    from redis import Redis
+
+    options = ["--rename-command", "EVAL", "", "--rename-command", "EVALSHA", ""] if answer == ANSWERS[-1] else []
+    with servers.redis(*options) as server:
+        url = server.url.replace("127", ":wrong@127") if answer == "WRONGPASS" else server.url
+        async with redis_store(url) as store:
+            service, is_served = Service(store), answer in (ANSWERS[0], ANSWERS[2], ANSWERS[3])
+            if is_served:
+                assert await service.ask() == 201
+                await store.client.connection_pool.disconnect()
+            with Redis.from_url(server.url) as admin:
+                match answer:
+                    case "NOAUTH" | "WRONGPASS":
+                        admin.config_set("requirepass", "right")
+                    case "a disabled user":
+                        admin.execute_command("ACL", "SETUSER", "default", "off")
+                    case "max number of clients":
+                        admin.config_set("maxclients", 1)
+                key = uuid.uuid4().hex
+                assert [await service.ask(key) for _ in range(7)] == [503] * 7
+            assert service.runs == is_served
+
+
+async def test_a_redis_that_is_away_or_does_not_answer_is_an_outage() -> None:
+    with servers.redis() as server:
+        async with redis_store(server.url) as store:
+            service = Service(store, store_timeout=0.5)
+            assert await service.ask() == 201
+            server.pause()
+            assert await service.ask() == 201
+            server.resume()
+            server.process.kill()
+            server.process.wait(20)
+            assert [await service.ask() for _ in range(7)] == [201] * 7
+    async with redis_store(f"redis://127.0.0.1:{servers.free_port()}/0") as store:
+        assert await Service(store).ask() == 201
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("kind", ["redis", "asyncpg"])
+async def test_a_process_without_file_descriptors_is_no_outage(kind: str, host: str, request: Any) -> None:
+    """Clients that open connections could switch the protection off."""
+    async with contextlib.AsyncExitStack() as stack:
+        url = request.getfixturevalue("redis" if kind == "redis" else "postgres").url.replace("127.0.0.1", host)
+        if kind == "redis":
+            store = await stack.enter_async_context(redis_store(url))
+        else:
+            import asyncpg
+
+            store = oncegate.PostgresStore(await stack.enter_async_context(asyncpg.create_pool(url, min_size=0)))
+        service, key = Service(store), uuid.uuid4().hex
+        assert await service.ask(key) == 201
+        if kind == "redis":
+            await store.client.connection_pool.disconnect()
+        else:
+            await store.pool.expire_connections()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.ExitStack() as held:
+            held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+            statuses = []
+            for _ in range(7):
+                with contextlib.suppress(OSError):
+                    while True:
+                        held.enter_context(open(os.devnull))
+                statuses.append(await service.ask(key))
+        # The old connection of asyncpg leaves a descriptor when it is closed, so that there may be replays.
+        assert statuses[0] == 503
+        assert service.runs == 1
+        assert await service.ask(key) == 201
+
+
+@pytest.mark.parametrize("kind", ["redis", "asyncpg"])
+async def test_a_server_that_takes_connections_and_breaks_them_is_no_outage(kind: str) -> None:
+    """It is tried again for a short time."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port, taken = listener.getsockname()[1], 0
+
+        async def take(reader: Any, writer: Any) -> None:
+            nonlocal taken
+            taken += 1
+            await reader.read(1)
+            writer.transport.abort()
+
+        server = await asyncio.start_server(take, sock=listener)
+        async with contextlib.AsyncExitStack() as stack:
+            if kind == "redis":
+                store = await stack.enter_async_context(redis_store(f"redis://127.0.0.1:{port}/0"))
+            else:
+                import asyncpg
+
+                url = f"postgresql://owner@127.0.0.1:{port}/postgres?sslmode=disable"
+                store = oncegate.PostgresStore(await stack.enter_async_context(asyncpg.create_pool(url, min_size=0)))
+            service = Service(store, store_timeout=0.5)
+            key, began_at = uuid.uuid4().hex, time.monotonic()
+            assert [await service.ask(key) for _ in range(8)] == [503] * 8
+            assert (service.runs, taken > 8) == (0, True)
+            assert time.monotonic() - began_at < 20
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.parametrize("kind", ["redis", "asyncpg"])
+async def test_a_server_without_tls_is_no_outage(kind: str) -> None:
+    async def refuse(reader: Any, writer: Any) -> None:
+        # PostgreSQL asks first if TLS is spoken.
+        if kind == "asyncpg":
+            await reader.read(8)
+            writer.write(b"S")
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with contextlib.AsyncExitStack() as stack:
+        if kind == "redis":
+            store = await stack.enter_async_context(redis_store(f"rediss://127.0.0.1:{port}/0?ssl_cert_reqs=none"))
+        else:
+            import asyncpg
+
+            url = f"postgresql://owner@127.0.0.1:{port}/postgres?sslmode=require"
+            store = oncegate.PostgresStore(await stack.enter_async_context(asyncpg.create_pool(url, min_size=0)))
+        service = Service(store)
+        assert [await service.ask() for _ in range(7)] == [503] * 7
+        assert service.runs == 0
+    server.close()
+    await server.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def postgres_store(driver: str, url: str) -> AsyncIterator[Any]:
+    if driver == "asyncpg":
+        import asyncpg
+
+        async with asyncpg.create_pool(url, min_size=2, max_size=2) as pool:
+            yield oncegate.PostgresStore(pool)
+    else:
+        from psycopg_pool import AsyncConnectionPool
+
+        async with AsyncConnectionPool(url, min_size=2, max_size=2, open=False) as pool:
+            await pool.wait(30)
+            yield oncegate.PostgresStore(pool)
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_a_postgres_that_ends_a_statement_is_no_outage(driver: str, postgres: Any) -> None:
+    role = f"hasty_{driver}"
+    with psycopg.connect(postgres.url, autocommit=True) as admin:
+        admin.execute(f"CREATE ROLE {role} LOGIN SUPERUSER; ALTER ROLE {role} SET statement_timeout = '200ms'")
+        async with postgres_store(driver, postgres.url.replace("owner@", f"{role}@")) as store:
+            service = Service(store, wait=0)
+            assert await service.ask() == 201
+            with admin.transaction():
+                (table,) = admin.execute(
+                    "SELECT c.oid::regclass::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+                    "WHERE n.nspname = 'oncegate' AND c.relname = 'records'"
+                ).fetchone()
+                admin.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+                key = uuid.uuid4().hex
+                assert [await service.ask(key) for _ in range(7)] == [503] * 7
+            assert service.runs == 1
+        admin.execute(f"DROP ROLE {role}")
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_connections_that_were_ended_are_no_outage(driver: str, postgres: Any) -> None:
+    """Both of a pool: the request is protected, and executed once."""
+    async with postgres_store(driver, postgres.url + f"?application_name=ended_{driver}") as store:
+        service, key = Service(store, wait=0), uuid.uuid4().hex
+        assert await service.ask() == 201
+        with psycopg.connect(postgres.url, autocommit=True) as admin:
+            ended = admin.execute(
+                "SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s",
+                [f"ended_{driver}"],
+            ).fetchall()
+            assert len(ended) == 2
+            # The pool may have new ones by then, such as for a purge.
+            left, pids = "SELECT 1 FROM pg_stat_activity WHERE pid = ANY(%s)", [pid for pid, _ in ended]
+            await until(
+                lambda: asyncio.sleep(0, not admin.execute(left, [pids]).fetchall()), "the connections did not end"
+            )
+        assert [await service.ask(key) for _ in range(3)] == [201] * 3
+        assert service.runs == 2

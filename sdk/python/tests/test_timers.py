@@ -1,0 +1,87 @@
+"""Timers that many requests share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+
+import pytest
+
+from oncegate import MemoryStore, runtime
+from oncegate.store import Claim
+
+
+async def test_long_timers_end_after_their_time_and_cancelled_ones_never() -> None:
+    timers, loop, ended = runtime.long_timers(), asyncio.get_running_loop(), asyncio.Event()
+    seen: list[str] = []
+    began = loop.time()
+    kept = [timers.later(1.0, lambda own=own: seen.append(own)) for own in ("a", "b")]
+    timers.later(1.0, lambda: seen.append("cancelled")).cancel()
+    timers.later(1.2, ended.set)
+    kept[1].cancel()
+    kept[1].cancel()
+    async with asyncio.timeout(30):
+        await ended.wait()
+    assert (seen, loop.time() - began >= 1.2) == (["a"], True)
+    kept[0].cancel()
+    assert not timers._steps
+
+
+async def test_a_shared_timer_has_the_context_of_no_request() -> None:
+    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="none")
+    seen = asyncio.get_running_loop().create_future()
+    name.set("of a request")
+    runtime.long_timers().later(1.0, lambda: seen.set_result(name.get()))
+    async with asyncio.timeout(30):
+        assert await seen == "none"
+
+
+@pytest.mark.parametrize("seconds", [0.05, 1.0])
+async def test_a_time_limit(seconds: float) -> None:
+    with pytest.raises(TimeoutError), runtime.TimeLimit(seconds):
+        await asyncio.sleep(3600)
+    with runtime.TimeLimit(seconds):
+        await asyncio.sleep(0)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_a_cancellation_from_outside_is_no_time_limit() -> None:
+    async def limited() -> None:
+        with runtime.TimeLimit(60):
+            await asyncio.sleep(3600)
+
+    task = asyncio.create_task(limited())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_the_inner_of_two_limits_ends() -> None:
+    with runtime.TimeLimit(60):
+        with pytest.raises(TimeoutError), runtime.TimeLimit(0.05):
+            await asyncio.sleep(3600)
+        await asyncio.sleep(0)
+
+
+async def test_the_store_in_memory_forgets_what_was_renewed_completed_and_used_again() -> None:
+    now = time.time_ns() // 1_000_000
+    store = MemoryStore(clock=lambda: now)
+    for lease_ms in (30_000, 3_600_000):
+        for _ in range(2):
+            own = Claim(b"r" * 32, b"a" * 16, b"f" * 33, lease_ms, 1000, "park")
+            token = (await store.claim(own)).token
+            await store.renew(own.record, token, lease_ms, 1000)
+            await store.complete(own.record, token, "completed", b"response", 1000)
+            # The response stays as long as its retention, and then for the rest of a short lease at most.
+            now += 61_000
+            await store.lookup(own.record)
+            await store.release(b"other", 0, 1000)
+            assert store._bytes == 0
+    now += 2 * 3_600_000
+    for _ in range(4):
+        await store.release(b"other", 0, 1000)
+    assert (len(store), store._expiries) == (0, [])
