@@ -261,6 +261,8 @@ struct Shared {
     begun: watch::Sender<usize>,
     ended: watch::Sender<usize>,
     word: Mutex<Option<ReconcileReport>>,
+    /// What the requests that were sent in the background have got.
+    answers: Mutex<Vec<String>>,
 }
 
 impl Default for Backend {
@@ -271,6 +273,7 @@ impl Default for Backend {
             begun: watch::Sender::new(0),
             ended: watch::Sender::new(0),
             word: Mutex::default(),
+            answers: Mutex::default(),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -311,7 +314,17 @@ impl Backend {
     pub async fn until_effects(&self, count: usize) {
         let mut begun = self.shared.begun.subscribe();
         let in_time = within(begun.wait_for(|&n| n >= count)).await.is_some();
-        assert!(in_time, "waited in vain for effect {count}; there are {}", self.effects());
+        let answers = lock(&self.shared.answers);
+        assert!(
+            in_time,
+            "waited in vain for effect {count}; there are {}, and the answers so far are {answers:?}",
+            self.effects()
+        );
+    }
+
+    /// Notes an answer, for the message of a wait for an effect that does not come.
+    pub(crate) fn note_answer(&self, answer: String) {
+        lock(&self.shared.answers).push(answer);
     }
 
     /// Waits until this many executions ended.

@@ -111,6 +111,7 @@ impl Database {
     fn clear(&self) -> io::Result<()> {
         match self {
             Self::Redis(server, database) => {
+                end_sessions(server, *database)?;
                 let script = format!("redis.call('SELECT', {database}) return redis.call('FLUSHDB')");
                 server.command(&["EVAL", &script, "0"]).map(|_| ())
             }
@@ -124,6 +125,19 @@ impl Database {
             Self::Cached(cache, store) => store.clear().and_then(|()| cache.clear()),
         }
     }
+}
+
+/// A command that the server has not read yet must not be carried out on the database of another case.
+fn end_sessions(server: &RedisServer, database: usize) -> io::Result<()> {
+    let marker = format!("db={database}");
+    let sessions = server.command(&["CLIENT", "LIST"])?;
+    for session in sessions.lines().filter(|line| line.split(' ').any(|field| field == marker)) {
+        if let Some(id) = session.split(' ').find_map(|field| field.strip_prefix("id=")) {
+            // It may have ended by itself.
+            let _ = server.command(&["CLIENT", "KILL", "ID", id]);
+        }
+    }
+    Ok(())
 }
 
 /// Ends the sessions of other processes first: a statement of theirs may still run.

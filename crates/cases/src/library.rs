@@ -216,19 +216,25 @@ impl LibraryProcess {
         // The servers share this machine with all other tests.
         settings.insert("store-timeout".to_owned(), "15s".into());
         let command = json!({ "settings": settings, "store": store, "backend": backend.to_string(), "case": case, "seal-keys": plan.seal_keys() });
+        let reply = self.exchange(&command)?;
+        let address = reply["address"].as_str().and_then(|address| address.parse().ok());
+        address.ok_or_else(|| reply.to_string())
+    }
+
+    /// Closes a service. When this returns, it sends nothing more to its store, so that another case can have the database: a
+    /// request of it that still waits for a key could otherwise claim it there.
+    fn close(&self, address: SocketAddr) {
+        // A process that has ended sends nothing.
+        let _ = self.exchange(&json!({ "close": address.to_string() }));
+    }
+
+    fn exchange(&self, command: &Value) -> Result<Value, String> {
         let mut channel = lock(&self.channel);
         let mut line = String::new();
         let (stdin, stdout) = &mut *channel;
         let exchanged = writeln!(stdin, "{command}").and_then(|()| stdout.read_line(&mut line));
         exchanged.map_err(|error| error.to_string())?;
-        let reply: Value = serde_json::from_str(&line).map_err(|error| format!("{error} in {line:?}"))?;
-        let address = reply["address"].as_str().and_then(|address| address.parse().ok());
-        address.ok_or_else(|| reply.to_string())
-    }
-
-    /// Closes a service. The process does so in the background.
-    fn close(&self, address: SocketAddr) {
-        let _ = writeln!(lock(&self.channel).0, "{}", json!({ "close": address.to_string() }));
+        serde_json::from_str(&line).map_err(|error| format!("{error} in {line:?}"))
     }
 }
 

@@ -654,8 +654,12 @@ impl World {
     /// Sends a request in the background.
     #[must_use]
     pub fn start_send(&self, request: Request) -> tokio::task::JoinHandle<Result<Response, ResponseError>> {
-        let (address, request) = (self.address(), self.ready(request));
-        tokio::spawn(async move { Connection::open(address).await.exchange(&request).await })
+        let (address, request, backend) = (self.address(), self.ready(request), self.backend.clone());
+        tokio::spawn(async move {
+            let answer = Connection::open(address).await.exchange(&request).await;
+            backend.note_answer(format!("{answer:?}"));
+            answer
+        })
     }
 
     /// Sends the request again and again until it is no longer in progress. A library whose store has failed may refuse it

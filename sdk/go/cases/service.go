@@ -2,7 +2,8 @@
 //
 // Each line is a JSON object: {"settings": {…}, "store": "memory:" | "postgres://…" | "redis://…", "backend": "127.0.0.1:PORT",
 // "case": NUMBER, "seal-keys": TEXT, "id-secret": TEXT} opens a listener and answers {"address": "127.0.0.1:PORT"}; its handler asks the
-// backend for each response. {"close": "127.0.0.1:PORT"} closes a listener. The end of the input ends the process, and SIGTERM ends it after the requests that it has begun.
+// backend for each response. {"close": "127.0.0.1:PORT"} closes a listener, and answers {"closed": true} when nothing more is sent to its store.
+// The end of the input ends the process, and SIGTERM ends it after the requests that it has begun.
 package main
 
 import (
@@ -189,11 +190,6 @@ type listening struct {
 	close  func()
 }
 
-func (l *listening) end() {
-	l.server.Close()
-	l.close()
-}
-
 func (l *listening) drain(ctx context.Context) {
 	l.server.Shutdown(ctx)
 	l.engine.Drain(ctx)
@@ -295,9 +291,12 @@ func main() {
 		mutex.Lock()
 		if line.Close != "" {
 			if service, ok := services[line.Close]; ok {
-				go service.end()
+				// The store first. A request that still waits for its connections must not delay other cases.
+				service.close()
+				go service.server.Close()
 				delete(services, line.Close)
 			}
+			output.Encode(map[string]bool{"closed": true})
 			mutex.Unlock()
 			continue
 		}

@@ -1,5 +1,5 @@
 // A service on Express with this library, for the table of cases of the repository. Lines of JSON on the standard input open and
-// close listeners; the end of the input ends the process, and SIGTERM ends it after the requests that it has begun.
+// close listeners, and {"closed": true} says that nothing more is sent to the store of one. The end of the input ends the process, and SIGTERM ends it after the requests that it has begun.
 import { once } from 'node:events';
 import { createServer } from 'node:http';
 import { createInterface } from 'node:readline';
@@ -103,10 +103,11 @@ async function start({ settings, store: url, backend, case: number, 'seal-keys':
   server.listen({ port: 0, host: '127.0.0.1', backlog: 4096 });
   await once(server, 'listening');
   const address = `127.0.0.1:${server.address().port}`;
-  const end = async () => {
+  const end = () => {
+    // A pool is closed when its last connection is given back, but opens no other one.
+    void close();
     server.closeAllConnections();
     server.close();
-    await close();
   };
   const drain = async () => {
     const closed = new Promise((resolve) => server.close(resolve));
@@ -129,8 +130,9 @@ for await (const line of createInterface({ input: process.stdin })) {
   if (line.trim() === '') continue;
   const command = JSON.parse(line);
   if (command.close !== undefined) {
-    void open.get(command.close)?.end();
+    open.get(command.close)?.end();
     open.delete(command.close);
+    say({ closed: true });
     continue;
   }
   try {

@@ -1,8 +1,9 @@
 """A service on FastAPI with the middleware, for a suite of cases that runs in another program.
 
 It reads lines of JSON: {"settings": {…}, "store": URL, "backend": ADDRESS} opens a listener and prints
-{"address": "127.0.0.1:PORT"}, and {"close": ADDRESS} closes it. The handler asks the backend for each response. The end of the
-input ends the process, and SIGTERM ends it after the requests that it has begun.
+{"address": "127.0.0.1:PORT"}, and {"close": ADDRESS} closes it and prints {"closed": true} when nothing more is sent to its
+store. The handler asks the backend for each response. The end of the input ends the process, and SIGTERM ends it after the
+requests that it has begun.
 """
 
 from __future__ import annotations
@@ -149,11 +150,17 @@ class Listener:
     def __init__(self, server: Server, task: asyncio.Task[None], close: Any) -> None:
         self.server, self.task, self.close = server, task, close
 
-    async def end(self, *, waits: bool) -> None:
+    async def end(self) -> None:
+        """Ends after the requests that it has begun."""
         self.server.should_exit = True
-        self.server.force_exit = not waits
         await self.task
         await self.close()
+
+    async def end_at_once(self) -> asyncio.Task[None]:
+        """Ends the use of the store, and returns the task that ends when the server has."""
+        self.server.should_exit = self.server.force_exit = True
+        await self.close()
+        return self.task
 
 
 async def nothing() -> None:
@@ -168,13 +175,28 @@ async def open_store(url: str) -> tuple[Any, Any]:
         await pool.open()
         return PostgresStore(pool), pool.close
     if url.startswith("redis"):
-        from redis.asyncio import BlockingConnectionPool, Redis
+        from redis.asyncio import BlockingConnectionPool, Connection, Redis
+
+        closed = False
+
+        class EndingConnection(Connection):
+            """The pool and the client open closed connections again, unless they cannot."""
+
+            async def _connect(self) -> None:
+                if closed:
+                    raise OSError("the service is closed")
+                await super()._connect()
+
+        async def close() -> None:
+            nonlocal closed
+            closed = True
+            await connections.aclose()
 
         # A server takes only so many connections, and each request with a key needs one.
-        options = {"socket_timeout": 15, "socket_connect_timeout": 15}
+        options = {"socket_timeout": 15, "socket_connect_timeout": 15, "connection_class": EndingConnection}
         connections: Any = BlockingConnectionPool.from_url(url, max_connections=20, timeout=15, **options)
         client: Any = Redis(connection_pool=connections)
-        return RedisStore(client), connections.aclose
+        return RedisStore(client), close
     return MemoryStore(), nothing
 
 
@@ -230,9 +252,10 @@ async def main() -> None:
         if "close" in asked:
             listener = listeners.pop(asked["close"], None)
             if listener is not None:
-                task = asyncio.ensure_future(listener.end(waits=False))
+                task = await listener.end_at_once()
                 closing.add(task)
                 task.add_done_callback(closing.discard)
+            print(json.dumps({"closed": True}), flush=True)
             continue
         unknown = next((name for name in asked["settings"] if name not in SETTINGS), None)
         reply: dict[str, str]
@@ -246,7 +269,9 @@ async def main() -> None:
             except ConfigError as error:
                 reply = {"unsupported": str(error)}
         print(json.dumps(reply), flush=True)
-    await asyncio.gather(*(listener.end(waits=terminated.is_set()) for listener in listeners.values()))
+    for listener in listeners.values():
+        listener.server.force_exit = not terminated.is_set()
+    await asyncio.gather(*(listener.end() for listener in listeners.values()))
 
 
 if __name__ == "__main__":

@@ -118,6 +118,18 @@ impl Process {
     }
 }
 
+/// A test that fails shows what its programs logged last.
+impl Drop for Process {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let lines = self.stderr.borrow();
+            let last = lines.len().saturating_sub(80);
+            let pid = self.child.id().map_or_else(|| "ended".to_owned(), |pid| pid.to_string());
+            eprintln!("--- logged by the program ({pid}):\n{}\n---", lines[last..].join("\n"));
+        }
+    }
+}
+
 /// A program that plays a service and checks its sidecars. It prints the port of the service first, reads one line with the
 /// addresses of the sidecars, and then prints its checks.
 pub(crate) struct CheckingProgram {

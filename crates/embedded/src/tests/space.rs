@@ -269,7 +269,9 @@ fn a_segment_that_could_not_be_removed_is_removed_later() {
     disk.fail(Fault { on: Operation::Create, after: 0, times: u64::MAX, errno: 5 });
     block_on(store.purge(1000)).unwrap();
     until("a segment counts no more", || segments(&disk).1 > oldest);
-    assert_eq!(segments(&disk).0, there);
+    // The next segment may have been prepared meanwhile.
+    let still_there = segments(&disk).0;
+    assert!(there.iter().all(|number| still_there.contains(number)), "{there:?}, and then {still_there:?}");
     disk.heal();
     until("it is removed", || segments(&disk).0.iter().all(|number| *number >= segments(&disk).1));
 }
