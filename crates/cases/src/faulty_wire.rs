@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use oncegate_testkit::{Fault, Faults, Latch, Operation};
+use oncegate_testkit::{Fault, Faults, Latch, Operation, until};
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
@@ -34,6 +34,7 @@ const ENCRYPTION: [u32; 2] = [80_877_103, 80_877_104];
 pub(crate) struct FaultyWire {
     /// The URL of the store behind it.
     pub(crate) url: String,
+    address: SocketAddr,
     accepting: tokio::task::JoinHandle<()>,
 }
 
@@ -62,7 +63,13 @@ impl FaultyWire {
                 });
             }
         });
-        Self { url, accepting }
+        Self { url, address, accepting }
+    }
+
+    /// Waits until no connection can be made, in an outage. A connection that is made and cut is no sign of one.
+    pub(crate) async fn until_refused(&self) {
+        until("the store refuses connections", async || TcpStream::connect(self.address).await.is_err())
+            .await;
     }
 }
 

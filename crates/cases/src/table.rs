@@ -4,7 +4,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use crate::backend::MARK;
+use crate::backend::{Backend, MARK};
 use crate::client::{Request, Response};
 use crate::databases;
 use crate::framework::Framework;
@@ -234,6 +234,7 @@ impl Case {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         runtime.expect("a runtime").block_on(async {
             let mut world = World::new(deployment, database.clone(), self.given.clone());
+            let _shown = ShownOnPanic(world.backend.clone());
             if self.library_faults {
                 world = world.with_faults();
             }
@@ -249,6 +250,19 @@ impl Case {
                 Action::Start(run) => run(world.with_own_process()).await,
             }
         });
+    }
+}
+
+/// A case that fails shows what its service received, which may not have come from the case.
+struct ShownOnPanic(Backend);
+
+impl Drop for ShownOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let seen = self.0.seen();
+            eprintln!("the service received {} requests; the last ones:", seen.len());
+            seen.iter().rev().take(10).for_each(|request| eprintln!("{request:?}"));
+        }
     }
 }
 

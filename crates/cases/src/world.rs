@@ -627,6 +627,14 @@ impl World {
         self.connect().await.exchange(&self.ready(request)).await
     }
 
+    /// Takes the store away until [`Self::heal`]: no connection to it can be made.
+    pub async fn store_goes_away(&self) {
+        self.faults.outage();
+        if let Some(wire) = &self.wire {
+            wire.until_refused().await;
+        }
+    }
+
     /// Ends the faults of the store, and waits until the deployment uses the store again: a library leaves a store that failed
     /// alone for a moment.
     pub async fn heal(&self) {

@@ -583,7 +583,7 @@ async fn garbage(mut world: World) {
 }
 
 async fn store_down(world: World) {
-    world.faults.outage();
+    world.store_goes_away().await;
     for _ in 0..3 {
         let response = world.send(pay_as("a")).await;
         assert_refusal("store-unavailable", &response);
@@ -600,7 +600,7 @@ async fn store_down(world: World) {
 
 async fn store_down_replay(world: World) {
     let first = world.send(pay_as("a")).await;
-    world.faults.outage();
+    world.store_goes_away().await;
     assert_refusal("store-unavailable", &world.send(pay_as("a")).await);
     world.heal().await;
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
@@ -608,7 +608,7 @@ async fn store_down_replay(world: World) {
 }
 
 async fn store_down_without_a_key(world: World) {
-    world.faults.outage();
+    world.store_goes_away().await;
     let response = world.send(pay()).await;
     assert_eq!((response.status(), response.get("idempotency-status")), (201, None), "{response:?}");
     assert_eq!(world.send(Request::new("GET", "/").key("a")).await.status(), 201);
@@ -666,7 +666,7 @@ async fn claim_stalls(world: World) {
 }
 
 async fn hundred_with_store_down(world: World) {
-    world.faults.outage();
+    world.store_goes_away().await;
     let all: Vec<_> = (0..100).map(|_| world.start_send(pay_as("a"))).collect();
     for one in all {
         assert_refusal("store-unavailable", &one.await.unwrap().expect("a response"));
@@ -781,7 +781,7 @@ async fn release_fails(world: World) {
 async fn fail_open(world: World) {
     let protected = world.send(pay_as("a")).await;
     assert_eq!((protected.status(), protected.get("idempotency-status")), (201, None), "{protected:?}");
-    world.faults.outage();
+    world.store_goes_away().await;
     for number in 2..4 {
         let response = world.send(pay_as("b")).await;
         assert_eq!(
@@ -803,7 +803,7 @@ async fn fail_open(world: World) {
 }
 
 async fn fail_open_refuses(world: World) {
-    world.faults.outage();
+    world.store_goes_away().await;
     assert_refusal("key-invalid", &world.send(pay_as("a,b")).await);
     assert_eq!(world.backend.effects(), 0);
 }

@@ -179,7 +179,7 @@ async fn unknown(world: World) {
 }
 
 async fn store_down(world: World) {
-    world.faults.outage();
+    world.store_goes_away().await;
     let response = pay(&world, Some("a"), "1").await;
     assert_refused(&response, "store-unavailable", 14, Some("1000"));
     world.faults.heal();
