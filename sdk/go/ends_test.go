@@ -508,10 +508,10 @@ func TestTwoUnsettledEndsOfARecord(t *testing.T) {
 	id := RecordID{1}
 	first, _ := engine.noteUnsettled(id, 5)
 	second, fits := engine.noteUnsettled(id, maxDeferredBytes)
-	if first(); !engine.owns(id) || fits || engine.deferredBytes != 0 {
+	if first(); !engine.isOwned(id) || fits || engine.deferredBytes != 0 {
 		t.Error(engine.unsettled, fits, engine.deferredBytes)
 	}
-	if second(); engine.owns(id) || len(engine.unsettled) != 0 || engine.deferredBytes != 0 {
+	if second(); engine.isOwned(id) || len(engine.unsettled) != 0 || engine.deferredBytes != 0 {
 		t.Error(engine.unsettled, engine.deferredBytes)
 	}
 }

@@ -73,6 +73,8 @@ type Engine struct {
 	mu sync.Mutex
 	// running are the attempts of this process: a duplicate waits for their end.
 	running map[RecordID]*permit
+	// signs are those of owners, for records that requests with FailOpen wait for.
+	signs map[RecordID]*ownerSigns
 	// seen is when a record was first found in progress.
 	seen map[RecordID]time.Time
 	// unsettled counts the attempts of a record whose end is not known to the store yet.
@@ -116,7 +118,7 @@ func NewEngine(store Store, options EngineOptions) (*Engine, error) {
 	}
 	e := &Engine{
 		store: store, service: options.Service, secret: options.IDSecret, timeout: options.StoreTimeout, log: options.Logger, breakers: breakersOf(store),
-		running: map[RecordID]*permit{}, seen: map[RecordID]time.Time{}, unsettled: map[RecordID]int{},
+		running: map[RecordID]*permit{}, signs: map[RecordID]*ownerSigns{}, seen: map[RecordID]time.Time{}, unsettled: map[RecordID]int{},
 		lost: map[RecordID][]*lostClaim{}, closing: make(chan struct{}), drained: make(chan struct{}),
 	}
 	e.anyone = newKeyScope(e.service, nil)
@@ -179,12 +181,17 @@ func (e *Engine) enter() (leave func()) {
 	}
 }
 
-// owns reports if this process executes under the record, or has executed and its end is not stored yet.
-func (e *Engine) owns(id RecordID) bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
+// isOwned reports if this process executes under the record, or has executed and its end is not stored yet. The lock is held.
+func (e *Engine) isOwned(id RecordID) bool {
 	_, isRunning := e.running[id]
 	return isRunning || e.unsettled[id] > 0
+}
+
+// addUnsettled changes the number of attempts whose end is not known to the store yet. The lock is held.
+func (e *Engine) addUnsettled(id RecordID, n int) {
+	if e.unsettled[id] += n; e.unsettled[id] == 0 {
+		delete(e.unsettled, id)
+	}
 }
 
 // noteUnsettled begins an end that is sent again, until it is forgotten. A record has several if its key was given back meanwhile, or if its
@@ -192,16 +199,14 @@ func (e *Engine) owns(id RecordID) bool {
 func (e *Engine) noteUnsettled(id RecordID, bytes int) (forget func(), fits bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.unsettled[id]++
+	e.addUnsettled(id, 1)
 	if fits = e.deferredBytes+bytes <= maxDeferredBytes; !fits {
 		bytes = 0
 	}
 	e.deferredBytes += bytes
 	return func() {
 		e.mu.Lock()
-		if e.unsettled[id]--; e.unsettled[id] == 0 {
-			delete(e.unsettled, id)
-		}
+		e.addUnsettled(id, -1)
 		e.deferredBytes -= bytes
 		e.mu.Unlock()
 	}, fits
@@ -393,6 +398,7 @@ var memoryAttempts atomic.Uint64
 func (e *Engine) noteSeen(id RecordID) time.Duration {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.noteOwner(id)
 	since, ok := e.seen[id]
 	if !ok {
 		if len(e.seen) >= 10000 {
@@ -767,6 +773,11 @@ func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ err
 		}
 		return false, err
 	}
+	if reply.Outcome != Execute {
+		e.mu.Lock()
+		e.noteOwner(id)
+		e.mu.Unlock()
+	}
 	switch reply.Outcome {
 	case InProgress, Locked:
 		return false, nil
@@ -1004,6 +1015,7 @@ func (e *Engine) newPermit(id RecordID, reply ClaimReply, policy policy, begun m
 	p := &permit{engine: e, id: id, reply: reply, policy: policy, leaseAt: begun}
 	e.mu.Lock()
 	e.running[id] = p
+	e.noteOwner(id)
 	e.mu.Unlock()
 	p.mu.Lock()
 	p.renewal = time.AfterFunc(policy.lease/3, p.renew)

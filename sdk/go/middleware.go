@@ -446,6 +446,11 @@ func (k *keyed) serve() {
 	k.id, k.hasID, k.tag = id, true, tag
 	keyTag := secret.keyTag(key)
 	fingerprint := k.fingerprintOf(decoded, coding)
+	var watch *ownerWatch
+	if k.FailOpen {
+		watch = k.engine.watchOwner(id)
+		defer watch.end()
+	}
 	leave := k.engine.enter()
 	claimed, err := k.engine.claim(k.r.Context(), id, Claim{Fingerprint: fingerprint, CallerTag: tag, KeyTag: &keyTag, Operation: cutOperation(operation)}, k.policy)
 	if err == nil && claimed.Outcome == Execute {
@@ -455,7 +460,7 @@ func (k *keyed) serve() {
 	}
 	leave()
 	if err != nil {
-		k.claimFailed(err, body)
+		k.claimFailed(err, watch, body)
 		return
 	}
 	switch claimed.Outcome {
@@ -493,10 +498,14 @@ func retryAfterSeconds(leaseLeft, runningFor time.Duration) int {
 	return seconds
 }
 
-func (k *keyed) claimFailed(err error, body []byte) {
+func (k *keyed) claimFailed(err error, watch *ownerWatch, body []byte) {
 	kind := kindOf(err)
 	isFull := errors.Is(err, errFull)
 	opens := k.FailOpen && isOutOfReach(err)
+	var run *openRun
+	if opens {
+		run = watch.open()
+	}
 	// The guard of the id secret has said why.
 	if err != errBreakerOpen && err != errBreakerBroken && !errors.Is(err, ErrIDSecret) && (kind == RecordCorrupt || k.engine.throttle.allow(fmt.Sprint("claim ", kind), time.Second)) {
 		k.engine.log.Printf("%v (record %s)", err, k.record())
@@ -506,10 +515,11 @@ func (k *keyed) claimFailed(err error, body []byte) {
 		k.refuse(refuse("record-corrupt"))
 	case kind == ResponseSealed:
 		k.refuse(refuse("response-sealed").after(30))
-	case opens && k.engine.owns(k.id):
-		// This process executes it, or has executed it.
+	case opens && run == nil:
+		// Another attempt executes it, or has executed it.
 		k.refuse(refuse("request-in-progress").after(1))
 	case opens:
+		defer run.end()
 		if k.engine.throttle.allow("failing open", time.Second) {
 			k.engine.log.Printf("oncegate: requests with a key are executed without protection, because the store is not available (FailOpen)")
 		}

@@ -1,0 +1,202 @@
+package oncegate
+
+import (
+	"context"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// hookedStore is a store of which a test answers some commands. A nil hook leaves them to the memory, and so does false.
+type hookedStore struct {
+	*MemoryStore
+	onClaim  func(ctx context.Context, id RecordID, claim Claim) (ClaimReply, error, bool)
+	onLookup func(ctx context.Context, id RecordID) (*RecordInfo, error, bool)
+	onRenew  func()
+	// onRelease is called before a release.
+	onRelease func()
+}
+
+func (s *hookedStore) Claim(ctx context.Context, id RecordID, claim Claim) (ClaimReply, error) {
+	if s.onClaim != nil {
+		if reply, err, isAnswered := s.onClaim(ctx, id, claim); isAnswered {
+			return reply, err
+		}
+	}
+	return s.MemoryStore.Claim(ctx, id, claim)
+}
+
+func (s *hookedStore) Lookup(ctx context.Context, id RecordID) (*RecordInfo, error) {
+	if s.onLookup != nil && id != idMark {
+		if info, err, isAnswered := s.onLookup(ctx, id); isAnswered {
+			return info, err
+		}
+	}
+	return s.MemoryStore.Lookup(ctx, id)
+}
+
+func (s *hookedStore) Renew(ctx context.Context, id RecordID, token uint64, lease, retention time.Duration) (Settlement, error) {
+	if s.onRenew != nil {
+		s.onRenew()
+	}
+	return s.MemoryStore.Renew(ctx, id, token, lease, retention)
+}
+
+func (s *hookedStore) Release(ctx context.Context, id RecordID, token uint64, retention time.Duration) (Settlement, error) {
+	if s.onRelease != nil {
+		s.onRelease()
+	}
+	return s.MemoryStore.Release(ctx, id, token, retention)
+}
+
+// refusedDial is the error of a store that does not run.
+func refusedDial() error {
+	return &StoreError{StoreUnsent, "claim", &net.OpError{Op: "dial", Net: "tcp", Err: os.NewSyscallError("connect", syscall.ECONNREFUSED)}}
+}
+
+// silence is the error of a store that gives no answer.
+func silence() error { return &StoreError{StoreUnavailable, "claim", context.DeadlineExceeded} }
+
+func drain(t *testing.T, engine *Engine) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	if err := engine.Drain(ctx); err != nil {
+		t.Error(err)
+	}
+}
+
+// A duplicate that was told of an owner does not execute when the store is away at its next look.
+func TestFailOpenAfterAnOwnerWasSeen(t *testing.T) {
+	for _, outcome := range []ClaimOutcome{InProgress, Locked} {
+		claims := int32(0)
+		store := &hookedStore{MemoryStore: NewMemoryStore()}
+		store.onClaim = func(context.Context, RecordID, Claim) (ClaimReply, error, bool) {
+			if atomic.AddInt32(&claims, 1) == 1 {
+				return ClaimReply{Outcome: outcome, LeaseLeft: time.Minute}, nil, true
+			}
+			return ClaimReply{}, refusedDial(), true
+		}
+		send, _ := server(t, store, Settings{Scope: oneTenant, FailOpen: true, Wait: time.Minute}, &logged{}, func(http.ResponseWriter, *http.Request) { t.Error("executed") })
+		if got := send("a", ""); got.Code != 409 {
+			t.Error(outcome, got.Code, got.Body)
+		}
+		if n := atomic.LoadInt32(&claims); n < 2 {
+			t.Error(n, "claims")
+		}
+	}
+}
+
+// So does one whose lost claim shows that the record is that of another attempt, or has a result.
+func TestFailOpenAfterALostClaimHasFoundAnother(t *testing.T) {
+	for _, state := range []recordState{stateInProgress, stateCompleted} {
+		var mu sync.Mutex
+		attempts := map[AttemptID]bool{}
+		isAway := int32(0)
+		store := &hookedStore{MemoryStore: NewMemoryStore()}
+		store.onClaim = func(_ context.Context, _ RecordID, claim Claim) (ClaimReply, error, bool) {
+			mu.Lock()
+			defer mu.Unlock()
+			if atomic.LoadInt32(&isAway) == 0 {
+				attempts[claim.Attempt] = true
+				reply, err := broken()
+				return reply, err, true
+			}
+			if !attempts[claim.Attempt] {
+				return ClaimReply{}, refusedDial(), true
+			}
+			if state == stateCompleted {
+				return ClaimReply{Outcome: Replay}, nil, true
+			}
+			return ClaimReply{Outcome: InProgress, LeaseLeft: time.Minute}, nil, true
+		}
+		store.onLookup = func(context.Context, RecordID) (*RecordInfo, error, bool) {
+			if atomic.LoadInt32(&isAway) == 0 {
+				return nil, silence(), true
+			}
+			return &RecordInfo{State: string(state), Attempt: AttemptID{9}}, nil, true
+		}
+		send, engine := server(t, store, Settings{Scope: oneTenant, FailOpen: true, Wait: -1}, &logged{}, func(http.ResponseWriter, *http.Request) { t.Error("executed:", state) })
+		engine.timeout = 10 * time.Millisecond
+		if got := send("a", ""); got.Code != 503 {
+			t.Error(got.Code, got.Body)
+		}
+		engine.breakers[0].report(nil)
+		// The background does not look in the meantime, so that the duplicate does.
+		engine.closeOnce.Do(func() { close(engine.closing) })
+		atomic.StoreInt32(&isAway, 1)
+		if got := send("a", ""); got.Code != 409 {
+			t.Error(state, got.Code, got.Body)
+		}
+	}
+}
+
+// A duplicate whose look or claim gets no answer does not execute if this process has executed the key since it came.
+func TestFailOpenAfterThisProcessHasExecuted(t *testing.T) {
+	for _, isBefore := range []bool{true, false} {
+		store := &hookedStore{MemoryStore: NewMemoryStore()}
+		asked, isOver, begun, proceed := make(chan struct{}), make(chan struct{}), make(chan struct{}), make(chan struct{})
+		var once sync.Once
+		var mu sync.Mutex
+		var duplicate *AttemptID
+		store.onLookup = func(context.Context, RecordID) (*RecordInfo, error, bool) {
+			if !isBefore {
+				return nil, nil, false
+			}
+			once.Do(func() { close(asked) })
+			<-isOver
+			return nil, silence(), true
+		}
+		store.onClaim = func(_ context.Context, _ RecordID, claim Claim) (ClaimReply, error, bool) {
+			mu.Lock()
+			if duplicate == nil && !isBefore {
+				duplicate = &claim.Attempt
+			}
+			isDuplicate := duplicate != nil && *duplicate == claim.Attempt
+			mu.Unlock()
+			if !isDuplicate {
+				return ClaimReply{}, nil, false
+			}
+			once.Do(func() { close(asked) })
+			<-isOver
+			return ClaimReply{}, silence(), true
+		}
+		executions := int32(0)
+		send, engine := server(t, store, Settings{Scope: oneTenant, FailOpen: true, Wait: -1}, &logged{}, func(w http.ResponseWriter, r *http.Request) {
+			if atomic.AddInt32(&executions, 1) == 1 {
+				close(begun)
+				<-proceed
+			}
+			io.WriteString(w, "paid")
+		})
+		engine.timeout = 20 * time.Second
+		first, second := make(chan *httptest.ResponseRecorder, 1), make(chan *httptest.ResponseRecorder, 1)
+		begin := func() {
+			go func() { first <- send("a", "") }()
+			eventually(t, "the handler runs", begun)
+		}
+		if isBefore {
+			begin()
+		}
+		go func() { second <- send("a", "") }()
+		eventually(t, "the duplicate asks the store", asked)
+		if !isBefore {
+			begin()
+		}
+		close(proceed)
+		if got := <-first; got.Code != 200 {
+			t.Error(got.Code, got.Body)
+		}
+		close(isOver)
+		if got := <-second; got.Code != 409 || atomic.LoadInt32(&executions) != 1 {
+			t.Error(isBefore, got.Code, got.Header(), got.Body, atomic.LoadInt32(&executions))
+		}
+	}
+}
