@@ -11,6 +11,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -23,7 +24,7 @@ type outOfReachStore struct {
 
 func (s *outOfReachStore) failure() error {
 	if atomic.LoadInt32(&s.isAway) == 1 {
-		return &StoreError{StoreUnavailable, "test", &net.OpError{Op: "dial", Err: errors.New("it is away")}}
+		return &StoreError{StoreUnavailable, "test", &net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}}
 	}
 	return nil
 }

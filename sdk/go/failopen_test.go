@@ -2,6 +2,8 @@ package oncegate
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -197,6 +199,33 @@ func TestFailOpenAfterThisProcessHasExecuted(t *testing.T) {
 		close(isOver)
 		if got := <-second; got.Code != 409 || atomic.LoadInt32(&executions) != 1 {
 			t.Error(isBefore, got.Code, got.Header(), got.Body, atomic.LoadInt32(&executions))
+		}
+	}
+}
+
+// Only a server that cannot be reached is out of reach, and not a process that has no means to reach it.
+func TestErrorsOfConnecting(t *testing.T) {
+	dial := func(network string, err error) error { return &net.OpError{Op: "dial", Net: network, Err: err} }
+	connect := func(errno syscall.Errno) error { return dial("tcp", os.NewSyscallError("connect", errno)) }
+	for _, own := range []struct {
+		err  error
+		want bool
+	}{
+		{connect(syscall.ECONNREFUSED), true}, {connect(syscall.EHOSTUNREACH), true}, {connect(syscall.ENETUNREACH), true},
+		{connect(syscall.EHOSTDOWN), true}, {connect(syscall.ETIMEDOUT), true}, {dial("unix", os.NewSyscallError("connect", syscall.ENOENT)), true},
+		{dial("tcp", os.ErrDeadlineExceeded), true}, {dial("tcp", &net.DNSError{Err: "no such host", IsNotFound: true}), true},
+		{&net.DNSError{Err: "no such host", IsNotFound: true}, true}, {context.DeadlineExceeded, true},
+		{connect(syscall.EMFILE), false}, {connect(syscall.ENFILE), false}, {connect(syscall.EADDRNOTAVAIL), false}, {connect(syscall.ENOBUFS), false},
+		{connect(syscall.ENOMEM), false}, {connect(syscall.EAGAIN), false}, {connect(syscall.EACCES), false}, {connect(syscall.EPERM), false},
+		{connect(syscall.ENOENT), false}, {syscall.ENOENT, false}, {&os.PathError{Op: "open", Path: "root.crt", Err: syscall.ENOENT}, false},
+		{syscall.EAGAIN, false}, {syscall.ETIMEDOUT, false}, {dial("tcp", errors.New("of a dialer")), false},
+		{&net.DNSError{Err: "too many open files", IsNotFound: true}, false}, {&net.DNSError{Err: "server misbehaving", IsTemporary: true}, false},
+		{fmt.Errorf("%w; %v", connect(syscall.ECONNREFUSED), connect(syscall.EMFILE)), false},
+	} {
+		for name, err := range map[string]error{"redis": redisError("claim", own.err), "postgres": unsentError("claim", own.err)} {
+			if got := isOutOfReach(err); got != own.want {
+				t.Errorf("%s: %v: %v", name, err, got)
+			}
 		}
 	}
 }
