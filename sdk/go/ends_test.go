@@ -470,7 +470,7 @@ func TestHandlerThatFailsAfterAnAbandonedAttempt(t *testing.T) {
 	}
 }
 
-// A lost claim must not be sent while this process executes: if the lease of the attempt has ended meanwhile, its outcome would be unknown.
+// The search for a lost claim leaves the record of this process alone, also if the lease of its attempt has ended meanwhile.
 func TestLostClaimWhileThisProcessExecutes(t *testing.T) {
 	store, ctx, now := NewMemoryStore(), context.Background(), time.Now()
 	store.now = func() time.Time { return now }

@@ -300,9 +300,7 @@ func (e *Engine) claim(ctx context.Context, id RecordID, claim Claim, policy pol
 	deadline := time.Now().Add(policy.wait)
 	pause := 25 * time.Millisecond
 	for {
-		if err := e.settleLostClaims(id); errors.Is(err, errFull) {
-			return e.recorded(id, claim, false, err)
-		} else if err != nil {
+		if err := e.settleLostClaims(id); err != nil {
 			return claimed{}, err
 		}
 		e.mu.Lock()
@@ -418,16 +416,15 @@ func (e *Engine) forgetSeen(id RecordID) {
 
 // claimOnce sends a claim, and sends it again with the same attempt if its reply was lost.
 func (e *Engine) claimOnce(ctx context.Context, id RecordID, claim Claim, policy policy) (claimed, error) {
-	breaker := e.breakerOf(id)
-	if !breaker.allow() {
-		return claimed{}, breaker.refusal()
-	}
 	e.mu.Lock()
 	full := len(e.unsettled)+e.pending >= maxUnsettled
 	e.mu.Unlock()
 	if full {
-		breaker.report(nil)
 		return e.recorded(id, claim, false, &StoreError{StoreUnsent, "claim", errFull})
+	}
+	breaker := e.breakerOf(id)
+	if !breaker.allow() {
+		return claimed{}, breaker.refusal()
 	}
 	if e.memory == nil {
 		// A client that hangs up must not lose the reply: the time of the command is bounded anyway.
@@ -444,9 +441,6 @@ func (e *Engine) claimOnce(ctx context.Context, id RecordID, claim Claim, policy
 		if lost == nil && e.mayBeGranted(err, asked) {
 			// It is not known if the claim was granted, or still is being granted.
 			lost = e.noteLost(id, claim)
-			lost.isPending = kindOf(err) != StoreUnsent || !isRefusedByStore(err)
-		} else if err != nil && kindOf(err) == StoreUnavailable {
-			lost.isPending = true
 		}
 		// A pool may have several connections that broke while nobody used them, and a server at its limit closes new ones.
 		if isAgain := tries == 0 && lost != nil || isBroken(err) && time.Since(asked) < e.brokenTime(); !isAgain || tries > 0 && !e.sleep(pauseAfter(tries)) {
@@ -682,22 +676,23 @@ func (t *logThrottle) allow(kind string, every time.Duration) bool {
 }
 
 // lostClaim is a claim whose reply was lost. No process executes under it. If it was granted, it must be released: otherwise its lease
-// ends, and another attempt then makes the outcome unknown, although nothing was executed. So this process claims the record only after it has
-// settled the lost claim.
+// ends, and another attempt then makes the outcome unknown, although nothing was executed. So this process looks for it before it claims the
+// record, and in the background.
+//
+// It is only looked for, and never sent again: if the lease of a live owner has ended meanwhile, because its renewals do not arrive, the claim
+// would take the record over, or make its outcome unknown. What a look does not find was not granted so far. Its message may still be on its way,
+// such as in the buffer of a server that does not run at the moment, so it is watched for some time (watchLate).
 type lostClaim struct {
 	claim Claim
 	// mu is held while a command about the claim is under way.
 	mu sync.Mutex
-	// isPending: it is not known if it was granted. Otherwise it was released, and its first message may still be on its way, such as in the
-	// buffer of a server that does not run at the moment.
-	isPending bool
 	// isOver: it cannot be granted any more.
 	isOver bool
 }
 
 // noteLost returns the new lost claim. It is locked.
 func (e *Engine) noteLost(id RecordID, claim Claim) *lostClaim {
-	lost := &lostClaim{claim: claim, isPending: true}
+	lost := &lostClaim{claim: claim}
 	lost.mu.Lock()
 	e.mu.Lock()
 	e.lost[id] = append(e.lost[id], lost)
@@ -724,25 +719,15 @@ func (e *Engine) settleLostClaims(id RecordID) error {
 	e.mu.Lock()
 	all := e.lost[id]
 	e.mu.Unlock()
-	if len(all) == 0 {
-		return nil
-	}
-	breaker := e.breakerOf(id)
-	if !breaker.allow() {
-		return breaker.refusal()
-	}
-	var err error
 	for _, lost := range all {
-		if _, err = e.settleLost(id, lost); err != nil {
-			break
+		if _, err := e.settleLost(id, lost); err != nil {
+			return err
 		}
 	}
-	breaker.report(err)
-	return err
+	return nil
 }
 
-// settleLost asks with the same attempt, and releases the record if the claim was granted. isSettled is false if another attempt owns the
-// record: then the lost claim is not granted now, and may be later.
+// settleLost looks if the claim was granted, and then releases the record. isSettled is false while this process executes under the record.
 func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ error) {
 	lost.mu.Lock()
 	defer lost.mu.Unlock()
@@ -753,19 +738,9 @@ func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ err
 	_, isOurs := e.running[id]
 	e.mu.Unlock()
 	if isOurs {
-		// If the lease of this attempt has ended meanwhile, the claim would make its outcome unknown.
 		return false, nil
 	}
-	if !lost.isPending {
-		info, err := ask(context.Background(), e, "lookup", func(ctx context.Context) (*RecordInfo, error) { return e.store.Lookup(ctx, id) })
-		if err != nil {
-			return false, err
-		}
-		if info == nil || info.State != string(stateInProgress) || info.Attempt != lost.claim.Attempt {
-			return true, nil
-		}
-	}
-	reply, err := e.sendClaim(context.Background(), id, lost.claim)
+	info, err := e.lookup(context.Background(), id)
 	if err != nil {
 		if kind := kindOf(err); kind == RecordCorrupt || kind == StoreMisused {
 			lost.isOver = true
@@ -773,29 +748,25 @@ func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ err
 		}
 		return false, err
 	}
-	if reply.Outcome != Execute {
+	if info == nil || info.State == string(stateReleased) {
+		return true, nil
+	}
+	if info.State != string(stateInProgress) || info.Attempt != lost.claim.Attempt {
 		e.mu.Lock()
 		e.noteOwner(id)
 		e.mu.Unlock()
+		// A record with a result grants nothing.
+		lost.isOver = info.State != string(stateInProgress)
+		return true, nil
 	}
-	switch reply.Outcome {
-	case InProgress, Locked:
-		return false, nil
-	case Mismatch:
-		// Another request has the key. Only the first message of this claim may still come.
-		lost.isPending = false
-	case Execute:
-		claim := lost.claim
-		end := e.newPermit(id, reply, policy{claim.Lease, claim.Retention, 0, claim.OnAbandoned}, readClocks()).release()
-		if end == settleDeferred {
-			return false, &StoreError{StoreUnavailable, "release", errors.New("it did not take a release")}
-		}
-		lost.isPending = false
-		// After an abandoned attempt the record is left to its lease, which every further message of this claim would extend.
-		lost.isOver = reply.AfterAbandoned
-	default:
-		lost.isOver = true
+	claim := lost.claim
+	reply := ClaimReply{Outcome: Execute, Token: info.Token, AfterAbandoned: info.AfterAbandoned}
+	end := e.newPermit(id, reply, policy{claim.Lease, claim.Retention, 0, claim.OnAbandoned}, readClocks()).release()
+	if end == settleDeferred {
+		return false, &StoreError{StoreUnavailable, "release", errors.New("it did not take a release")}
 	}
+	// After an abandoned attempt the record is left to its lease.
+	lost.isOver = info.AfterAbandoned
 	return true, nil
 }
 
@@ -830,13 +801,12 @@ func (e *Engine) pursue(id RecordID, lost *lostClaim) {
 // pursueByLookups gives back what a claim was granted that is not sent again.
 func (e *Engine) pursueByLookups(id RecordID, claim Claim) {
 	lost := e.noteLost(id, claim)
-	lost.isPending = false
 	lost.mu.Unlock()
 	e.pursue(id, lost)
 }
 
-// watchLate looks for a claim that was lost, sent again and released since. If its first message arrives later and is granted, nobody
-// executes under it.
+// watchLate looks for a lost claim that was not granted so far, or that was released since. If one of its messages arrives later and is granted,
+// nobody executes under it.
 func (e *Engine) watchLate(id RecordID, lost *lostClaim) {
 	defer e.forgetLost(id, lost)
 	e.mu.Lock()
@@ -865,13 +835,7 @@ func (e *Engine) watchLate(id RecordID, lost *lostClaim) {
 		if isOver {
 			return
 		}
-		e.mu.Lock()
-		_, isOurs := e.running[id]
-		e.mu.Unlock()
-		if breaker := e.breakerOf(id); !isOurs && breaker.allow() {
-			_, err := e.settleLost(id, lost)
-			breaker.report(err)
-		}
+		e.settleLost(id, lost)
 	}
 }
 
@@ -1116,7 +1080,6 @@ func (p *permit) watchLost() {
 		return
 	}
 	lost := p.engine.noteLost(p.id, *p.lost)
-	lost.isPending = false
 	lost.mu.Unlock()
 	p.lost = nil
 	go p.engine.watchLate(p.id, lost)

@@ -229,3 +229,106 @@ func TestErrorsOfConnecting(t *testing.T) {
 		}
 	}
 }
+
+// The search for a lost claim does not take the record of a live owner over, whose renewals do not arrive.
+func TestSearchForALostClaimAndALiveOwner(t *testing.T) {
+	var id RecordID
+	var claims int32
+	events := make(chan string, 100)
+	store := &hookedStore{MemoryStore: NewMemoryStore()}
+	now := time.Now()
+	store.now = func() time.Time { return now }
+	owner := Claim{Attempt: AttemptID{9}, Lease: time.Second, Retention: time.Hour, OnAbandoned: Reexecute}
+	store.onClaim = func(ctx context.Context, record RecordID, claim Claim) (ClaimReply, error, bool) {
+		if n := atomic.AddInt32(&claims, 1); n > 2 {
+			events <- "claim"
+			return ClaimReply{}, nil, false
+		} else if n == 1 {
+			// Another process executes. Its lease has ended.
+			id, owner.Fingerprint = record, claim.Fingerprint
+			store.MemoryStore.Claim(ctx, id, owner)
+			now = now.Add(time.Minute)
+		}
+		return ClaimReply{}, silence(), true
+	}
+	store.onLookup = func(context.Context, RecordID) (*RecordInfo, error, bool) {
+		events <- "lookup"
+		return nil, nil, false
+	}
+	send, engine := server(t, store, Settings{Scope: oneTenant, Wait: -1, OnAbandoned: Reexecute}, &logged{}, func(http.ResponseWriter, *http.Request) { t.Error("executed") })
+	if got := send("a", ""); got.Code != 503 {
+		t.Error(got.Code, got.Body)
+	}
+	if event := <-events; event != "lookup" {
+		t.Error("the background has sent a", event)
+	}
+	drain(t, engine)
+	if record := store.records[id]; record.attempt != owner.Attempt || record.state != stateInProgress {
+		t.Error(record)
+	}
+}
+
+// A lost claim that was not granted when the process looked, and is granted later, is given back.
+func TestALostClaimThatArrivesLate(t *testing.T) {
+	var mu sync.Mutex
+	var id RecordID
+	var first Claim
+	sent := 0
+	released := make(chan struct{}, 10)
+	looked := make(chan struct{}, 1000)
+	store := &hookedStore{MemoryStore: NewMemoryStore(), onRelease: func() { released <- struct{}{} }}
+	store.onClaim = func(_ context.Context, record RecordID, claim Claim) (ClaimReply, error, bool) {
+		mu.Lock()
+		defer mu.Unlock()
+		if sent++; sent <= 2 {
+			id, first = record, claim
+			return ClaimReply{}, silence(), true
+		}
+		return ClaimReply{}, nil, false
+	}
+	store.onLookup = func(context.Context, RecordID) (*RecordInfo, error, bool) {
+		select {
+		case looked <- struct{}{}:
+		default:
+		}
+		return nil, nil, false
+	}
+	send, _ := server(t, store, Settings{Scope: oneTenant, Wait: -1, Lease: time.Second}, &logged{}, func(http.ResponseWriter, *http.Request) {})
+	if got := send("a", ""); got.Code != 503 {
+		t.Error(got.Code, got.Body)
+	}
+	eventually(t, "a look", looked)
+	mu.Lock()
+	reply, err := store.MemoryStore.Claim(context.Background(), id, first)
+	mu.Unlock()
+	if err != nil || reply.Outcome != Execute {
+		t.Fatal(reply, err)
+	}
+	eventually(t, "the release", released)
+	if got := send("a", ""); got.Code != 200 {
+		t.Error(got.Code, got.Body)
+	}
+}
+
+// A look that asks no store says nothing about it.
+func TestSearchThatAsksNoStore(t *testing.T) {
+	engine, err := NewEngine(&hookedStore{MemoryStore: NewMemoryStore()}, EngineOptions{Logger: &logged{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	breaker := &engine.breakers[0]
+	for i := 0; i < breakerStrikes; i++ {
+		breaker.report(silence())
+	}
+	breaker.openTill = time.Now().Add(-time.Second)
+	lost := engine.noteLost(RecordID{1}, Claim{})
+	lost.isOver = true
+	lost.mu.Unlock()
+	if err := engine.settleLostClaims(RecordID{1}); err != nil || breaker.failures != breakerStrikes || breaker.probing {
+		t.Error(err, breaker.failures, breaker.probing)
+	}
+	engine.pending = maxUnsettled
+	if _, err := engine.claimOnce(context.Background(), RecordID{2}, Claim{}, policy{}); !errors.Is(err, errFull) || breaker.failures != breakerStrikes || breaker.probing {
+		t.Error(err, breaker.failures, breaker.probing)
+	}
+}

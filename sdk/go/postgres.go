@@ -427,15 +427,17 @@ func (s *PostgresStore) lookup(ctx context.Context, id RecordID, responseColumn 
 	var fingerprint, attempt []byte
 	var token, expiresAt int64
 	var leaseUntil sql.NullInt64
-	err := s.query(ctx, "lookup", "SELECT state, fingerprint, token, attempt, operation, lease_until, expires_at, "+responseColumn+
+	var afterAbandoned sql.NullBool
+	err := s.query(ctx, "lookup", "SELECT state, fingerprint, token, attempt, operation, lease_until, expires_at, after_abandoned, "+responseColumn+
 		" FROM oncegate.lookup($1)",
-		[]interface{}{id[:]}, &info.State, &fingerprint, &token, &attempt, &info.Operation, &leaseUntil, &expiresAt, &response)
+		[]interface{}{id[:]}, &info.State, &fingerprint, &token, &attempt, &info.Operation, &leaseUntil, &expiresAt, &afterAbandoned, &response)
 	if err == sql.ErrNoRows {
 		return nil, nil, nil
 	}
 	if err != nil {
 		return nil, nil, err
 	}
+	info.AfterAbandoned = afterAbandoned.Bool
 	info.Token, info.LeaseUntil, info.ExpiresAt = uint64(token), time.UnixMilli(leaseUntil.Int64), time.UnixMilli(expiresAt)
 	copy(info.Fingerprint[:], fingerprint)
 	copy(info.Attempt[:], attempt)

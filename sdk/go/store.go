@@ -131,6 +131,8 @@ type RecordInfo struct {
 	// Operation is that of the claim. LeaseUntil is set while the state is in-progress; it and ExpiresAt are by the clock of the store.
 	Operation             string
 	LeaseUntil, ExpiresAt time.Time
+	// AfterAbandoned is true if the attempt in progress has taken over an abandoned one.
+	AfterAbandoned bool
 }
 
 // StoreErrorKind says what a StoreError means.
