@@ -688,6 +688,10 @@ type lostClaim struct {
 	mu sync.Mutex
 	// isOver: it cannot be granted any more.
 	isOver bool
+	// run is the execution without the store that has begun after the claim, or nil. isUnsettled is true while the key counts as executed because of
+	// it. Both are guarded by the lock of the engine.
+	run         *openRun
+	isUnsettled bool
 }
 
 // noteLost returns the new lost claim. It is locked.
@@ -703,6 +707,7 @@ func (e *Engine) noteLost(id RecordID, claim Claim) *lostClaim {
 func (e *Engine) forgetLost(id RecordID, lost *lostClaim) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.noteFound(id, lost)
 	var others []*lostClaim
 	for _, other := range e.lost[id] {
 		if other != lost {
@@ -711,6 +716,14 @@ func (e *Engine) forgetLost(id RecordID, lost *lostClaim) {
 	}
 	if e.lost[id] = others; len(others) == 0 {
 		delete(e.lost, id)
+	}
+}
+
+// noteFound notes that the outcome of the claim is known, for now. The lock is held.
+func (e *Engine) noteFound(id RecordID, lost *lostClaim) {
+	if lost.isUnsettled {
+		lost.isUnsettled = false
+		e.addUnsettled(id, -1)
 	}
 }
 
@@ -727,7 +740,8 @@ func (e *Engine) settleLostClaims(id RecordID) error {
 	return nil
 }
 
-// settleLost looks if the claim was granted, and then releases the record. isSettled is false while this process executes under the record.
+// settleLost looks if the claim was granted, and then releases the record, unless its request was executed without the store. isSettled is false
+// while this process executes under the record.
 func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ error) {
 	lost.mu.Lock()
 	defer lost.mu.Unlock()
@@ -748,25 +762,45 @@ func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ err
 		}
 		return false, err
 	}
-	if info == nil || info.State == string(stateReleased) {
-		return true, nil
-	}
-	if info.State != string(stateInProgress) || info.Attempt != lost.claim.Attempt {
+	isInProgress := info != nil && info.State == string(stateInProgress)
+	if !isInProgress || info.Attempt != lost.claim.Attempt {
 		e.mu.Lock()
-		e.noteOwner(id)
+		e.noteFound(id, lost)
+		if info != nil && info.State != string(stateReleased) {
+			e.noteOwner(id)
+			// A record with a result grants nothing.
+			lost.isOver = !isInProgress
+		}
 		e.mu.Unlock()
-		// A record with a result grants nothing.
-		lost.isOver = info.State != string(stateInProgress)
 		return true, nil
 	}
 	claim := lost.claim
 	reply := ClaimReply{Outcome: Execute, Token: info.Token, AfterAbandoned: info.AfterAbandoned}
-	end := e.newPermit(id, reply, policy{claim.Lease, claim.Retention, 0, claim.OnAbandoned}, readClocks()).release()
-	if end == settleDeferred {
+	p := e.makePermit(id, reply, policy{claim.Lease, claim.Retention, 0, claim.OnAbandoned}, readClocks())
+	e.mu.Lock()
+	if _, isOurs := e.running[id]; isOurs {
+		e.mu.Unlock()
+		p.finish()
+		return false, nil
+	}
+	e.addRunning(p)
+	e.noteFound(id, lost)
+	run := lost.run
+	isRunning := run != nil && !run.isOver
+	if isRunning {
+		run.permits = append(run.permits, p)
+	}
+	e.mu.Unlock()
+	// After an abandoned attempt the record is left to its lease.
+	lost.isOver = run != nil || info.AfterAbandoned
+	switch {
+	case isRunning:
+		p.renew()
+	case run != nil:
+		p.complete(run.state, nil)
+	case p.release() == settleDeferred:
 		return false, &StoreError{StoreUnavailable, "release", errors.New("it did not take a release")}
 	}
-	// After an abandoned attempt the record is left to its lease.
-	lost.isOver = info.AfterAbandoned
 	return true, nil
 }
 
@@ -976,15 +1010,26 @@ type permit struct {
 }
 
 func (e *Engine) newPermit(id RecordID, reply ClaimReply, policy policy, begun moment) *permit {
-	p := &permit{engine: e, id: id, reply: reply, policy: policy, leaseAt: begun}
+	p := e.makePermit(id, reply, policy, begun)
 	e.mu.Lock()
-	e.running[id] = p
-	e.noteOwner(id)
+	e.addRunning(p)
 	e.mu.Unlock()
+	return p
+}
+
+// makePermit makes a permit that is not known to others yet. It is renewed from now on.
+func (e *Engine) makePermit(id RecordID, reply ClaimReply, policy policy, begun moment) *permit {
+	p := &permit{engine: e, id: id, reply: reply, policy: policy, leaseAt: begun}
 	p.mu.Lock()
 	p.renewal = time.AfterFunc(policy.lease/3, p.renew)
 	p.mu.Unlock()
 	return p
+}
+
+// addRunning makes the permit that of its record. The lock is held.
+func (e *Engine) addRunning(p *permit) {
+	e.running[p.id] = p
+	e.noteOwner(p.id)
 }
 
 // whenFenced returns a channel that is closed when another attempt owns the record.

@@ -58,18 +58,50 @@ func (w *ownerWatch) open() *openRun {
 	// Duplicates that come while it runs do not execute beside it.
 	e.noteOwner(w.id)
 	e.addUnsettled(w.id, 1)
-	return &openRun{engine: e, id: w.id}
+	run := &openRun{engine: e, id: w.id}
+	for _, lost := range e.lost[w.id] {
+		lost.run = run
+		if !lost.isUnsettled {
+			lost.isUnsettled = true
+			e.addUnsettled(w.id, 1)
+		}
+	}
+	return run
 }
 
-// openRun is an execution without the store.
+// openRun is an execution without the store. A lost claim of its key may turn out to be granted while the handler runs, or later. It must not be
+// released then, because a retry would execute again: its lease is renewed while the handler runs, and then the record gets a result without a
+// response. Until a look at the store has found what became of the claim, the key counts as executed by this process.
 type openRun struct {
 	engine *Engine
 	id     RecordID
+	// isOver is true when the handler has ended, and state is the result. permits are those of claims that were found granted before.
+	isOver  bool
+	state   CompletionState
+	permits []*permit
 }
 
 // end is called when the handler has ended.
-func (r *openRun) end() {
-	r.engine.mu.Lock()
-	defer r.engine.mu.Unlock()
-	r.engine.addUnsettled(r.id, -1)
+func (r *openRun) end(state CompletionState) {
+	e := r.engine
+	e.mu.Lock()
+	r.isOver, r.state = true, state
+	permits := r.permits
+	e.addUnsettled(r.id, -1)
+	e.mu.Unlock()
+	for _, p := range permits {
+		p := p
+		e.spawn(func() { p.complete(state, nil) })
+	}
+}
+
+// executeOpen runs the handler without the store.
+func (k *keyed) executeOpen(run *openRun, body []byte) {
+	// Drain waits for it.
+	defer k.engine.enter()()
+	state := OutcomeUnknown
+	defer func() { run.end(state) }()
+	if k.protected.pass(k.w, withBody(k.r, k.r.Context(), body), "failed-open") < 500 {
+		state = Tombstone
+	}
 }

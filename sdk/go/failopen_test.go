@@ -332,3 +332,59 @@ func TestSearchThatAsksNoStore(t *testing.T) {
 		t.Error(err, breaker.failures, breaker.probing)
 	}
 }
+
+// A claim that was granted while its request executes without the store keeps the key until the handler ends, and afterwards.
+func TestFailOpenUnderAClaimThatWasGranted(t *testing.T) {
+	for _, status := range []int{200, 500, 0} {
+		isSilent, executions := int32(1), int32(0)
+		found := make(chan string, 100)
+		store := &hookedStore{MemoryStore: NewMemoryStore(), onRenew: func() { found <- "renew" }, onRelease: func() { found <- "release" }}
+		store.onClaim = func(ctx context.Context, id RecordID, claim Claim) (ClaimReply, error, bool) {
+			if atomic.LoadInt32(&isSilent) == 0 {
+				return ClaimReply{}, nil, false
+			}
+			store.MemoryStore.Claim(ctx, id, claim)
+			return ClaimReply{}, silence(), true
+		}
+		store.onLookup = func(context.Context, RecordID) (*RecordInfo, error, bool) {
+			return nil, silence(), atomic.LoadInt32(&isSilent) == 1
+		}
+		begun, proceed, ended := make(chan struct{}), make(chan struct{}), make(chan struct{})
+		send, engine := server(t, store, Settings{Scope: oneTenant, FailOpen: true, Wait: -1}, &logged{}, func(w http.ResponseWriter, r *http.Request) {
+			if atomic.AddInt32(&executions, 1) > 1 {
+				return
+			}
+			close(begun)
+			<-proceed
+			if status == 0 {
+				panic(http.ErrAbortHandler)
+			}
+			w.WriteHeader(status)
+		})
+		go func() {
+			defer close(ended)
+			defer func() { recover() }()
+			if got := send("a", ""); got.Code != status || got.Header().Get("Idempotency-Status") != "failed-open" {
+				t.Error(got.Code, got.Header())
+			}
+		}()
+		eventually(t, "the handler runs", begun)
+		if got := send("a", ""); got.Code != 409 {
+			t.Error("while the store is silent:", got.Code, got.Header())
+		}
+		atomic.StoreInt32(&isSilent, 0)
+		if event := <-found; event != "renew" {
+			t.Error("the claim of a request that executes gets a", event)
+		}
+		if got := send("a", ""); got.Code != 409 {
+			t.Error("while the handler runs:", got.Code, got.Header())
+		}
+		close(proceed)
+		eventually(t, "the end of the handler", ended)
+		drain(t, engine)
+		want := map[int]int{200: 422, 500: 500, 0: 500}[status]
+		if got := send("a", ""); got.Code != want || atomic.LoadInt32(&executions) != 1 {
+			t.Error("afterwards:", status, got.Code, got.Body, atomic.LoadInt32(&executions))
+		}
+	}
+}

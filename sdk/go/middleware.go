@@ -258,14 +258,15 @@ func (p *protected) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	k.serve()
 }
 
-// pass lets a request through without protection.
-func (p *protected) pass(w http.ResponseWriter, r *http.Request, status string) {
+// pass lets a request through without protection. It returns the status of the response, or 0 if the connection was hijacked.
+func (p *protected) pass(w http.ResponseWriter, r *http.Request, status string) int {
 	defer removeFiles(r)
 	passing := &passingWriter{ResponseWriter: w, status: status}
 	p.next.ServeHTTP(withInterfaces(passing, w), r)
 	if !passing.isHijacked {
-		passing.begin()
+		passing.begin(http.StatusOK)
 	}
+	return passing.code
 }
 
 // removeFiles removes the files of uploads that a handler has read, as net/http does: that knows only its own request, and not a copy.
@@ -519,12 +520,11 @@ func (k *keyed) claimFailed(err error, watch *ownerWatch, body []byte) {
 		// Another attempt executes it, or has executed it.
 		k.refuse(refuse("request-in-progress").after(1))
 	case opens:
-		defer run.end()
 		if k.engine.throttle.allow("failing open", time.Second) {
 			k.engine.log.Printf("oncegate: requests with a key are executed without protection, because the store is not available (FailOpen)")
 		}
 		k.setEcho()
-		k.protected.pass(k.w, withBody(k.r, k.r.Context(), body), "failed-open")
+		k.executeOpen(run, body)
 	case isFull:
 		k.refuse(refuse("store-unavailable").with(detailStoreFull).after(30))
 	default:
