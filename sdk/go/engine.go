@@ -46,6 +46,9 @@ const (
 
 	releasedLeases = 4
 
+	// maxCommands bounds the commands of each kind that are under way.
+	maxCommands = 64
+
 	// Attempts whose end is not known to the store yet.
 	maxUnsettled     = 65536
 	maxDeferredBytes = 256 << 20
@@ -69,6 +72,9 @@ type Engine struct {
 	breakers []breaker
 	mark     markGuard
 	throttle logThrottle
+	// claiming and owning hold the commands that are under way: those of requests that ask to execute, and those of attempts. The ends of attempts
+	// do not wait behind claims.
+	claiming, owning chan struct{}
 
 	mu sync.Mutex
 	// running are the attempts of this process: a duplicate waits for their end.
@@ -119,7 +125,7 @@ func NewEngine(store Store, options EngineOptions) (*Engine, error) {
 	e := &Engine{
 		store: store, service: options.Service, secret: options.IDSecret, timeout: options.StoreTimeout, log: options.Logger, breakers: breakersOf(store),
 		running: map[RecordID]*permit{}, signs: map[RecordID]*ownerSigns{}, seen: map[RecordID]time.Time{}, unsettled: map[RecordID]int{},
-		lost: map[RecordID][]*lostClaim{}, closing: make(chan struct{}), drained: make(chan struct{}),
+		claiming: make(chan struct{}, maxCommands), owning: make(chan struct{}, maxCommands), lost: map[RecordID][]*lostClaim{}, closing: make(chan struct{}), drained: make(chan struct{}),
 	}
 	e.anyone = newKeyScope(e.service, nil)
 	e.memory, _ = store.(*MemoryStore)
@@ -588,9 +594,15 @@ func ask[Reply any](ctx context.Context, e *Engine, doing string, command func(c
 	if _, isMemory := e.store.(*MemoryStore); isMemory {
 		return command(ctx)
 	}
+	leave, err := e.enterStore(doing)
+	if err != nil {
+		var none Reply
+		return none, err
+	}
 	ctx, cancel := context.WithTimeout(ctx, e.timeout)
 	done := make(chan answered[Reply], 1)
 	go func() {
+		defer leave()
 		answer := answered[Reply]{err: &StoreError{StoreUnavailable, doing, errors.New("the goroutine of the command ended")}}
 		defer func() {
 			if value := recover(); value != nil {
@@ -616,9 +628,34 @@ func ask[Reply any](ctx context.Context, e *Engine, doing string, command func(c
 	case answer := <-done:
 		return answer.reply, answer.err
 	case <-timer.C:
+		// Its connection is closed by then. A driver that never returns must not hold the place for ever.
+		time.AfterFunc(2*silentGrace, leave)
 		var none Reply
 		return none, &StoreError{StoreUnavailable, doing, context.DeadlineExceeded}
 	}
+}
+
+// enterStore waits until few enough commands are under way. Without a bound, the many requests of one caller would make the store too slow to answer
+// in time, and that would look like a store that is away. The wait does not count as time of the command, and if it is too long, the error is that
+// of a busy pool. leave may be called more than once.
+func (e *Engine) enterStore(doing string) (leave func(), _ error) {
+	places := e.claiming
+	if doing == "complete" || doing == "renew" {
+		places = e.owning
+	}
+	select {
+	case places <- struct{}{}:
+	default:
+		timer := time.NewTimer(e.timeout)
+		defer timer.Stop()
+		select {
+		case places <- struct{}{}:
+		case <-timer.C:
+			return nil, &StoreError{StoreUnsent, doing, busyError{}}
+		}
+	}
+	once := new(sync.Once)
+	return func() { once.Do(func() { <-places }) }, nil
 }
 
 type answered[Reply any] struct {
@@ -646,6 +683,15 @@ func (e *Engine) lookup(ctx context.Context, id RecordID) (*RecordInfo, error) {
 
 // errPoolBusy is a pool of the application without a free connection.
 var errPoolBusy = errors.New("all connections of its pool are in use")
+
+// busyError is errPoolBusy of an engine that has as many commands under way as it may.
+type busyError struct{}
+
+func (busyError) Error() string {
+	return fmt.Sprintf("%d commands of this process are under way, and none of them ended in time", maxCommands)
+}
+
+func (busyError) Is(target error) bool { return target == errPoolBusy }
 
 var errFull = errors.New("too many earlier requests have no recorded end yet")
 

@@ -388,3 +388,96 @@ func TestFailOpenUnderAClaimThatWasGranted(t *testing.T) {
 		}
 	}
 }
+
+// The many requests of one caller wait for each other, so that the store goes on to answer.
+func TestCommandsUnderWayAreBounded(t *testing.T) {
+	const requests = 3 * maxCommands
+	var underWay, most int32
+	proceed := make(chan struct{})
+	arrived := make(chan struct{}, requests)
+	store := &hookedStore{MemoryStore: NewMemoryStore()}
+	store.onClaim = func(context.Context, RecordID, Claim) (ClaimReply, error, bool) {
+		n := atomic.AddInt32(&underWay, 1)
+		for before := atomic.LoadInt32(&most); n > before && !atomic.CompareAndSwapInt32(&most, before, n); before = atomic.LoadInt32(&most) {
+		}
+		arrived <- struct{}{}
+		<-proceed
+		atomic.AddInt32(&underWay, -1)
+		return ClaimReply{}, nil, false
+	}
+	executions := int32(0)
+	send, engine := server(t, store, Settings{Scope: oneTenant, FailOpen: true}, &logged{}, func(http.ResponseWriter, *http.Request) { atomic.AddInt32(&executions, 1) })
+	engine.timeout = 20 * time.Second
+	if err := engine.VerifyIDs(); err != nil {
+		t.Fatal(err)
+	}
+	var all sync.WaitGroup
+	for i := 0; i < requests; i++ {
+		key := fmt.Sprint("key-", i)
+		all.Add(1)
+		go func() {
+			defer all.Done()
+			if got := send(key, ""); got.Code != 200 || got.Header().Get("Idempotency-Status") != "" {
+				t.Error(got.Code, got.Header(), got.Body)
+			}
+		}()
+	}
+	for i := 0; i < maxCommands; i++ {
+		eventually(t, "a claim", arrived)
+	}
+	for tasks := 0; tasks < requests; time.Sleep(time.Millisecond) {
+		engine.mu.Lock()
+		tasks = engine.tasks
+		engine.mu.Unlock()
+	}
+	// Renewals and ends do not wait behind claims, and too long a wait is no outage.
+	if leave, err := engine.enterStore("complete"); err != nil {
+		t.Error(err)
+	} else {
+		leave()
+		leave()
+	}
+	close(proceed)
+	all.Wait()
+	if most != maxCommands || executions != requests {
+		t.Error(most, executions)
+	}
+	for i := 0; i < maxCommands; i++ {
+		engine.claiming <- struct{}{}
+	}
+	engine.timeout = 10 * time.Millisecond
+	for i := 0; i < 2*breakerStrikes; i++ {
+		if got := send("another", ""); got.Code != 503 || executions != requests {
+			t.Error(got.Code, got.Header(), executions)
+		}
+	}
+	for i := 0; i < maxCommands; i++ {
+		<-engine.claiming
+	}
+	if len(engine.owning) != 0 {
+		t.Error(len(engine.owning))
+	}
+}
+
+// A driver that never returns does not hold its place for ever.
+func TestCommandsThatNeverReturn(t *testing.T) {
+	never := make(chan struct{})
+	defer close(never)
+	store := &hookedStore{MemoryStore: NewMemoryStore()}
+	store.onLookup = func(context.Context, RecordID) (*RecordInfo, error, bool) {
+		<-never
+		return nil, nil, false
+	}
+	engine, err := NewEngine(store, EngineOptions{Logger: &logged{}, StoreTimeout: 10 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := engine.lookup(context.Background(), RecordID{1}); !isOutOfReach(err) {
+		t.Error(err)
+	}
+	for begun := time.Now(); len(engine.claiming) > 0; time.Sleep(time.Millisecond) {
+		if time.Since(begun) > 20*time.Second {
+			t.Fatal("the place is not free")
+		}
+	}
+}
