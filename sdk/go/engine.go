@@ -21,7 +21,7 @@ type EngineOptions struct {
 	// IDSecret keys the ids of records (ParseIDSecret). The store must belong to it: a sidecar with the secret marks a new store. Without one,
 	// the store must belong to none.
 	IDSecret *IDSecret
-	// StoreTimeout bounds each command to the store: 2 s by default.
+	// StoreTimeout bounds each command to the store: 2 s by default, and at least 10 ms.
 	StoreTimeout time.Duration
 	// Logger gets warnings: log.Default() by default, log.New(io.Discard, "", 0) to discard them. Keys, bodies and credentials are
 	// never logged.
@@ -38,6 +38,10 @@ const (
 	defaultLease        = 30 * time.Second
 	defaultRetention    = 24 * time.Hour
 	defaultWait         = 2 * time.Second
+
+	minStoreTimeout = 10 * time.Millisecond
+	// minTime is the least of all other times. What is less is a number that lacks its unit.
+	minTime = time.Millisecond
 
 	minLease     = 100 * time.Millisecond
 	maxLease     = time.Hour
@@ -119,8 +123,8 @@ func NewEngine(store Store, options EngineOptions) (*Engine, error) {
 	if err := options.IDSecret.check(); err != nil {
 		return nil, err
 	}
-	if options.StoreTimeout < 0 {
-		return nil, fmt.Errorf("oncegate: the store timeout %s is negative", options.StoreTimeout)
+	if err := checkTime("StoreTimeout", options.StoreTimeout, minStoreTimeout); err != nil {
+		return nil, err
 	}
 	e := &Engine{
 		store: store, service: options.Service, secret: options.IDSecret, timeout: options.StoreTimeout, log: options.Logger, breakers: breakersOf(store),
@@ -246,7 +250,27 @@ type policy struct {
 	onAbandoned            OnAbandoned
 }
 
+// checkTime refuses a time that is negative or less than min. Zero is the default.
+func checkTime(name string, value, min time.Duration) error {
+	switch {
+	case value < 0:
+		return fmt.Errorf("oncegate: %s is %s, which is negative", name, value)
+	case value > 0 && value < min:
+		return fmt.Errorf("oncegate: %s is %s, and must be at least %s. A number without a unit counts nanoseconds: write 2*time.Second, for example", name, value, min)
+	}
+	return nil
+}
+
 func (p *policy) check() error {
+	if err := checkTime("Lease", p.lease, minLease); err != nil {
+		return err
+	}
+	if err := checkTime("Retention", p.retention, minRetention); err != nil {
+		return err
+	}
+	if err := checkTime("Wait", p.wait, minTime); err != nil && p.wait > 0 {
+		return err
+	}
 	if p.lease == 0 {
 		p.lease = defaultLease
 	}
@@ -263,10 +287,10 @@ func (p *policy) check() error {
 		p.onAbandoned = Park
 	}
 	switch {
-	case p.lease < minLease || p.lease > maxLease:
-		return fmt.Errorf("oncegate: the lease %s is not from %s to %s", p.lease, minLease, maxLease)
-	case p.retention < minRetention || p.retention > maxRetention:
-		return fmt.Errorf("oncegate: the retention %s is not from %s to %s", p.retention, minRetention, maxRetention)
+	case p.lease > maxLease:
+		return fmt.Errorf("oncegate: the lease %s is longer than %s", p.lease, maxLease)
+	case p.retention > maxRetention:
+		return fmt.Errorf("oncegate: the retention %s is longer than %s", p.retention, maxRetention)
 	case p.wait > time.Hour:
 		return fmt.Errorf("oncegate: the wait %s is longer than an hour", p.wait)
 	case p.onAbandoned != Park && p.onAbandoned != Reexecute:
