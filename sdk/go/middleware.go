@@ -986,8 +986,10 @@ func (x *execution) WriteHeader(status int) {
 	if x.treatment == treatReplay && status >= 500 {
 		x.addFields("kept-server-error", x.sent, false)
 	}
-	if x.treatment == treatReplay && cannotBeStored(status, x.sent) {
-		x.treatment = treatTombstone
+	if cannotBeStored(status, x.sent) {
+		if x.treatment == treatReplay {
+			x.treatment = treatTombstone
+		}
 		x.stream()
 	}
 }
@@ -1121,7 +1123,7 @@ func (x *execution) sendBody() error {
 }
 
 // stream begins to send a response that is not kept. The record says that the operation was done, so that duplicates need not wait for an
-// end that may never come. A key that is to be free again stays claimed until the handler has ended.
+// end that may never come. A key that is to be free again, or whose outcome is to be unknown, stays claimed until the handler has ended.
 func (x *execution) stream() {
 	if x.isStreaming {
 		return
@@ -1138,10 +1140,8 @@ func (x *execution) stream() {
 	} else {
 		x.sendHeader(status)
 	}
-	if x.treatment == treatTombstone {
-		x.ended = make(chan struct{})
-		go x.endWithClient()
-	}
+	x.ended = make(chan struct{})
+	go x.endWithClient()
 }
 
 // streamGrace is the time that the handler of a stream has after its client has gone.
