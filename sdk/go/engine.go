@@ -1144,11 +1144,15 @@ func (p *permit) sendRenewal() (Settlement, error) {
 	})
 }
 
-// confirm makes sure that the lease still runs: the process may have been paused since the claim, or the machine suspended.
+// confirm makes sure that the lease still runs: the process may have been paused since the claim, or the machine suspended. A renewal may have
+// found another owner.
 func (p *permit) confirm() error {
 	p.mu.Lock()
-	age := p.leaseAt.age()
+	age, isFenced := p.leaseAt.age(), p.isFenced
 	p.mu.Unlock()
+	if isFenced {
+		return errFenced
+	}
 	if age < p.policy.lease*2/3 {
 		return nil
 	}
