@@ -129,7 +129,8 @@ func NewEngine(store Store, options EngineOptions) (*Engine, error) {
 	e := &Engine{
 		store: store, service: options.Service, secret: options.IDSecret, timeout: options.StoreTimeout, log: options.Logger, breakers: breakersOf(store),
 		running: map[RecordID]*permit{}, signs: map[RecordID]*ownerSigns{}, seen: map[RecordID]time.Time{}, unsettled: map[RecordID]int{},
-		claiming: make(chan struct{}, maxCommands), owning: make(chan struct{}, maxCommands), lost: map[RecordID][]*lostClaim{}, closing: make(chan struct{}), drained: make(chan struct{}),
+		lost: map[RecordID][]*lostClaim{}, claiming: make(chan struct{}, maxCommands), owning: make(chan struct{}, maxCommands),
+		closing: make(chan struct{}), drained: make(chan struct{}),
 	}
 	e.anyone = newKeyScope(e.service, nil)
 	e.memory, _ = store.(*MemoryStore)
@@ -758,10 +759,8 @@ type lostClaim struct {
 	mu sync.Mutex
 	// isOver: it cannot be granted any more.
 	isOver bool
-	// run is the execution without the store that has begun after the claim, or nil. isUnsettled is true while the key counts as executed because of
-	// it. Both are guarded by the lock of the engine.
-	run         *openRun
-	isUnsettled bool
+	// run is the last execution without the store that has begun after the claim, or nil. It is guarded by the lock of the engine.
+	run *openRun
 }
 
 // noteLost returns the new lost claim. It is locked.
@@ -777,7 +776,6 @@ func (e *Engine) noteLost(id RecordID, claim Claim) *lostClaim {
 func (e *Engine) forgetLost(id RecordID, lost *lostClaim) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.noteFound(id, lost)
 	var others []*lostClaim
 	for _, other := range e.lost[id] {
 		if other != lost {
@@ -786,14 +784,6 @@ func (e *Engine) forgetLost(id RecordID, lost *lostClaim) {
 	}
 	if e.lost[id] = others; len(others) == 0 {
 		delete(e.lost, id)
-	}
-}
-
-// noteFound notes that the outcome of the claim is known, for now. The lock is held.
-func (e *Engine) noteFound(id RecordID, lost *lostClaim) {
-	if lost.isUnsettled {
-		lost.isUnsettled = false
-		e.addUnsettled(id, -1)
 	}
 }
 
@@ -834,14 +824,13 @@ func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ err
 	}
 	isInProgress := info != nil && info.State == string(stateInProgress)
 	if !isInProgress || info.Attempt != lost.claim.Attempt {
-		e.mu.Lock()
-		e.noteFound(id, lost)
 		if info != nil && info.State != string(stateReleased) {
+			e.mu.Lock()
 			e.noteOwner(id)
+			e.mu.Unlock()
 			// A record with a result grants nothing.
 			lost.isOver = !isInProgress
 		}
-		e.mu.Unlock()
 		return true, nil
 	}
 	claim := lost.claim
@@ -854,7 +843,6 @@ func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ err
 		return false, nil
 	}
 	e.addRunning(p)
-	e.noteFound(id, lost)
 	run := lost.run
 	isRunning := run != nil && !run.isOver
 	if isRunning {

@@ -61,17 +61,13 @@ func (w *ownerWatch) open() *openRun {
 	run := &openRun{engine: e, id: w.id}
 	for _, lost := range e.lost[w.id] {
 		lost.run = run
-		if !lost.isUnsettled {
-			lost.isUnsettled = true
-			e.addUnsettled(w.id, 1)
-		}
 	}
 	return run
 }
 
 // openRun is an execution without the store. A lost claim of its key may turn out to be granted while the handler runs, or later. It must not be
 // released then, because a retry would execute again: its lease is renewed while the handler runs, and then the record gets a result without a
-// response. Until a look at the store has found what became of the claim, the key counts as executed by this process.
+// response. This process owns the record until then. While the store is away, retries after the end of the handler execute again, as without a claim.
 type openRun struct {
 	engine *Engine
 	id     RecordID

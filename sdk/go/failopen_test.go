@@ -389,6 +389,29 @@ func TestFailOpenUnderAClaimThatWasGranted(t *testing.T) {
 	}
 }
 
+// While the store is away, a retry after the end of its request executes again, also if the claim of the first one was lost.
+func TestFailOpenAgain(t *testing.T) {
+	store := &hookedStore{MemoryStore: NewMemoryStore()}
+	isAway, executions := int32(1), 0
+	store.onClaim = func(_ context.Context, _ RecordID, claim Claim) (ClaimReply, error, bool) {
+		return ClaimReply{}, silence(), atomic.LoadInt32(&isAway) == 1
+	}
+	store.onLookup = func(context.Context, RecordID) (*RecordInfo, error, bool) {
+		return nil, refusedDial(), atomic.LoadInt32(&isAway) == 1
+	}
+	send, engine := server(t, store, Settings{Scope: oneTenant, FailOpen: true}, &logged{}, func(http.ResponseWriter, *http.Request) { executions++ })
+	for i := 1; i < 4; i++ {
+		if got := send("a", ""); got.Header().Get("Idempotency-Status") != "failed-open" || executions != i {
+			t.Error(got.Code, got.Header(), executions)
+		}
+	}
+	atomic.StoreInt32(&isAway, 0)
+	engine.breakers[0].report(nil)
+	if got := send("a", ""); got.Code != 200 || got.Header().Get("Idempotency-Status") != "" || executions != 4 {
+		t.Error(got.Code, got.Header(), executions)
+	}
+}
+
 // The many requests of one caller wait for each other, so that the store goes on to answer.
 func TestCommandsUnderWayAreBounded(t *testing.T) {
 	const requests = 3 * maxCommands

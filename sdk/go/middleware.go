@@ -1141,20 +1141,20 @@ func (x *execution) stream() {
 		x.sendHeader(status)
 	}
 	x.ended = make(chan struct{})
-	go x.endWithClient()
+	go x.endWithClient(streamGrace)
 }
 
 // streamGrace is the time that the handler of a stream has after its client has gone.
 var streamGrace = time.Minute
 
 // endWithClient ends the context of a stream's handler some time after its client has gone. The stream may have no other end.
-func (x *execution) endWithClient() {
+func (x *execution) endWithClient(grace time.Duration) {
 	select {
 	case <-x.ended:
 		return
 	case <-x.r.Context().Done():
 	}
-	timer := time.NewTimer(streamGrace)
+	timer := time.NewTimer(grace)
 	defer timer.Stop()
 	select {
 	case <-x.ended:

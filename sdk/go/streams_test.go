@@ -189,5 +189,6 @@ func TestStreamsWithADirective(t *testing.T) {
 		if response.StatusCode != own.retry {
 			t.Error(name, "retry:", response.StatusCode)
 		}
+		drain(t, h.engine)
 	}
 }
