@@ -202,13 +202,11 @@ func isOutOfReach(err error) bool {
 		return errors.As(err, &network) && network.Op == "dial" && (isUnreachable(errno) || errno == syscall.ENOENT && network.Net == "unix")
 	}
 	// 57014 is the end of our own time, 08001 a failed connect.
-	if state := sqlState(err); state == "57014" || state == "08001" || err == errBreakerOpen {
-		return true
-	}
+	state := sqlState(err)
 	var name *net.DNSError
 	var timed interface{ Timeout() bool }
-	isMissing := errors.As(err, &name) && name.IsNotFound
-	isLate := errors.Is(err, context.DeadlineExceeded) || errors.As(err, &timed) && timed.Timeout()
+	isMissing := state == "08001" || errors.As(err, &name) && name.IsNotFound
+	isLate := state == "57014" || err == errBreakerOpen || errors.Is(err, context.DeadlineExceeded) || errors.As(err, &timed) && timed.Timeout()
 	return (isMissing || isLate) && !isUsedUp()
 }
 
@@ -225,7 +223,8 @@ func isUnreachable(errno syscall.Errno) bool {
 	return false
 }
 
-// isUsedUp reports if this process can open nothing, as when clients hold all of its file descriptors. A name is not found then, too.
+// isUsedUp reports if this process can open nothing, as when clients hold all of its file descriptors. Then a name is not found, too, and a driver may
+// not say why it cannot connect.
 func isUsedUp() bool {
 	file, err := os.Open(os.DevNull)
 	if err != nil {
