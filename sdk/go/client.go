@@ -209,7 +209,10 @@ func (c *Client) Check() error {
 		name  string
 		value time.Duration
 	}{{"Backoff", c.Backoff}, {"MaxBackoff", c.MaxBackoff}, {"AttemptTimeout", c.AttemptTimeout}, {"Deadline", c.Deadline}, {"MaxRetryAfter", c.MaxRetryAfter}} {
-		if own.value < 0 || own.value > maxClientWait {
+		if err := checkTime(own.name, own.value, minTime); err != nil {
+			return err
+		}
+		if own.value > maxClientWait {
 			return fmt.Errorf("oncegate: %s is %s; it may be up to %s, or 0 for the default", own.name, own.value, maxClientWait)
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -23,7 +24,7 @@ type outOfReachStore struct {
 
 func (s *outOfReachStore) failure() error {
 	if atomic.LoadInt32(&s.isAway) == 1 {
-		return &StoreError{StoreUnavailable, "test", &net.OpError{Op: "dial", Err: errors.New("it is away")}}
+		return &StoreError{StoreUnavailable, "test", &net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}}
 	}
 	return nil
 }
@@ -469,7 +470,7 @@ func TestHandlerThatFailsAfterAnAbandonedAttempt(t *testing.T) {
 	}
 }
 
-// A lost claim must not be sent while this process executes: if the lease of the attempt has ended meanwhile, its outcome would be unknown.
+// The search for a lost claim leaves the record of this process alone, also if the lease of its attempt has ended meanwhile.
 func TestLostClaimWhileThisProcessExecutes(t *testing.T) {
 	store, ctx, now := NewMemoryStore(), context.Background(), time.Now()
 	store.now = func() time.Time { return now }
@@ -508,10 +509,10 @@ func TestTwoUnsettledEndsOfARecord(t *testing.T) {
 	id := RecordID{1}
 	first, _ := engine.noteUnsettled(id, 5)
 	second, fits := engine.noteUnsettled(id, maxDeferredBytes)
-	if first(); !engine.owns(id) || fits || engine.deferredBytes != 0 {
+	if first(); !engine.isOwned(id) || fits || engine.deferredBytes != 0 {
 		t.Error(engine.unsettled, fits, engine.deferredBytes)
 	}
-	if second(); engine.owns(id) || len(engine.unsettled) != 0 || engine.deferredBytes != 0 {
+	if second(); engine.isOwned(id) || len(engine.unsettled) != 0 || engine.deferredBytes != 0 {
 		t.Error(engine.unsettled, engine.deferredBytes)
 	}
 }

@@ -21,7 +21,7 @@ type EngineOptions struct {
 	// IDSecret keys the ids of records (ParseIDSecret). The store must belong to it: a sidecar with the secret marks a new store. Without one,
 	// the store must belong to none.
 	IDSecret *IDSecret
-	// StoreTimeout bounds each command to the store: 2 s by default.
+	// StoreTimeout bounds each command to the store: 2 s by default, and at least 10 ms.
 	StoreTimeout time.Duration
 	// Logger gets warnings: log.Default() by default, log.New(io.Discard, "", 0) to discard them. Keys, bodies and credentials are
 	// never logged.
@@ -39,12 +39,19 @@ const (
 	defaultRetention    = 24 * time.Hour
 	defaultWait         = 2 * time.Second
 
+	minStoreTimeout = 10 * time.Millisecond
+	// minTime is the least of all other times. What is less is a number that lacks its unit.
+	minTime = time.Millisecond
+
 	minLease     = 100 * time.Millisecond
 	maxLease     = time.Hour
 	minRetention = time.Second
 	maxRetention = 400 * 24 * time.Hour
 
 	releasedLeases = 4
+
+	// maxCommands bounds the commands of each kind that are under way.
+	maxCommands = 64
 
 	// Attempts whose end is not known to the store yet.
 	maxUnsettled     = 65536
@@ -69,10 +76,15 @@ type Engine struct {
 	breakers []breaker
 	mark     markGuard
 	throttle logThrottle
+	// claiming and owning hold the commands that are under way: those of requests that ask to execute, and those of attempts. The ends of attempts
+	// do not wait behind claims.
+	claiming, owning chan struct{}
 
 	mu sync.Mutex
 	// running are the attempts of this process: a duplicate waits for their end.
 	running map[RecordID]*permit
+	// signs are those of owners, for records that requests with FailOpen wait for.
+	signs map[RecordID]*ownerSigns
 	// seen is when a record was first found in progress.
 	seen map[RecordID]time.Time
 	// unsettled counts the attempts of a record whose end is not known to the store yet.
@@ -111,13 +123,14 @@ func NewEngine(store Store, options EngineOptions) (*Engine, error) {
 	if err := options.IDSecret.check(); err != nil {
 		return nil, err
 	}
-	if options.StoreTimeout < 0 {
-		return nil, fmt.Errorf("oncegate: the store timeout %s is negative", options.StoreTimeout)
+	if err := checkTime("StoreTimeout", options.StoreTimeout, minStoreTimeout); err != nil {
+		return nil, err
 	}
 	e := &Engine{
 		store: store, service: options.Service, secret: options.IDSecret, timeout: options.StoreTimeout, log: options.Logger, breakers: breakersOf(store),
-		running: map[RecordID]*permit{}, seen: map[RecordID]time.Time{}, unsettled: map[RecordID]int{},
-		lost: map[RecordID][]*lostClaim{}, closing: make(chan struct{}), drained: make(chan struct{}),
+		running: map[RecordID]*permit{}, signs: map[RecordID]*ownerSigns{}, seen: map[RecordID]time.Time{}, unsettled: map[RecordID]int{},
+		lost: map[RecordID][]*lostClaim{}, claiming: make(chan struct{}, maxCommands), owning: make(chan struct{}, maxCommands),
+		closing: make(chan struct{}), drained: make(chan struct{}),
 	}
 	e.anyone = newKeyScope(e.service, nil)
 	e.memory, _ = store.(*MemoryStore)
@@ -179,12 +192,17 @@ func (e *Engine) enter() (leave func()) {
 	}
 }
 
-// owns reports if this process executes under the record, or has executed and its end is not stored yet.
-func (e *Engine) owns(id RecordID) bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
+// isOwned reports if this process executes under the record, or has executed and its end is not stored yet. The lock is held.
+func (e *Engine) isOwned(id RecordID) bool {
 	_, isRunning := e.running[id]
 	return isRunning || e.unsettled[id] > 0
+}
+
+// addUnsettled changes the number of attempts whose end is not known to the store yet. The lock is held.
+func (e *Engine) addUnsettled(id RecordID, n int) {
+	if e.unsettled[id] += n; e.unsettled[id] == 0 {
+		delete(e.unsettled, id)
+	}
 }
 
 // noteUnsettled begins an end that is sent again, until it is forgotten. A record has several if its key was given back meanwhile, or if its
@@ -192,16 +210,14 @@ func (e *Engine) owns(id RecordID) bool {
 func (e *Engine) noteUnsettled(id RecordID, bytes int) (forget func(), fits bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.unsettled[id]++
+	e.addUnsettled(id, 1)
 	if fits = e.deferredBytes+bytes <= maxDeferredBytes; !fits {
 		bytes = 0
 	}
 	e.deferredBytes += bytes
 	return func() {
 		e.mu.Lock()
-		if e.unsettled[id]--; e.unsettled[id] == 0 {
-			delete(e.unsettled, id)
-		}
+		e.addUnsettled(id, -1)
 		e.deferredBytes -= bytes
 		e.mu.Unlock()
 	}, fits
@@ -235,7 +251,27 @@ type policy struct {
 	onAbandoned            OnAbandoned
 }
 
+// checkTime refuses a time that is negative or less than min. Zero is the default.
+func checkTime(name string, value, min time.Duration) error {
+	switch {
+	case value < 0:
+		return fmt.Errorf("oncegate: %s is %s, which is negative", name, value)
+	case value > 0 && value < min:
+		return fmt.Errorf("oncegate: %s is %s, and must be at least %s. A number without a unit counts nanoseconds: write 2*time.Second, for example", name, value, min)
+	}
+	return nil
+}
+
 func (p *policy) check() error {
+	if err := checkTime("Lease", p.lease, minLease); err != nil {
+		return err
+	}
+	if err := checkTime("Retention", p.retention, minRetention); err != nil {
+		return err
+	}
+	if err := checkTime("Wait", p.wait, minTime); err != nil && p.wait > 0 {
+		return err
+	}
 	if p.lease == 0 {
 		p.lease = defaultLease
 	}
@@ -252,10 +288,10 @@ func (p *policy) check() error {
 		p.onAbandoned = Park
 	}
 	switch {
-	case p.lease < minLease || p.lease > maxLease:
-		return fmt.Errorf("oncegate: the lease %s is not from %s to %s", p.lease, minLease, maxLease)
-	case p.retention < minRetention || p.retention > maxRetention:
-		return fmt.Errorf("oncegate: the retention %s is not from %s to %s", p.retention, minRetention, maxRetention)
+	case p.lease > maxLease:
+		return fmt.Errorf("oncegate: the lease %s is longer than %s", p.lease, maxLease)
+	case p.retention > maxRetention:
+		return fmt.Errorf("oncegate: the retention %s is longer than %s", p.retention, maxRetention)
 	case p.wait > time.Hour:
 		return fmt.Errorf("oncegate: the wait %s is longer than an hour", p.wait)
 	case p.onAbandoned != Park && p.onAbandoned != Reexecute:
@@ -295,9 +331,7 @@ func (e *Engine) claim(ctx context.Context, id RecordID, claim Claim, policy pol
 	deadline := time.Now().Add(policy.wait)
 	pause := 25 * time.Millisecond
 	for {
-		if err := e.settleLostClaims(id); errors.Is(err, errFull) {
-			return e.recorded(id, claim, false, err)
-		} else if err != nil {
+		if err := e.settleLostClaims(id); err != nil {
 			return claimed{}, err
 		}
 		e.mu.Lock()
@@ -393,6 +427,7 @@ var memoryAttempts atomic.Uint64
 func (e *Engine) noteSeen(id RecordID) time.Duration {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.noteOwner(id)
 	since, ok := e.seen[id]
 	if !ok {
 		if len(e.seen) >= 10000 {
@@ -412,16 +447,15 @@ func (e *Engine) forgetSeen(id RecordID) {
 
 // claimOnce sends a claim, and sends it again with the same attempt if its reply was lost.
 func (e *Engine) claimOnce(ctx context.Context, id RecordID, claim Claim, policy policy) (claimed, error) {
-	breaker := e.breakerOf(id)
-	if !breaker.allow() {
-		return claimed{}, breaker.refusal()
-	}
 	e.mu.Lock()
 	full := len(e.unsettled)+e.pending >= maxUnsettled
 	e.mu.Unlock()
 	if full {
-		breaker.report(nil)
 		return e.recorded(id, claim, false, &StoreError{StoreUnsent, "claim", errFull})
+	}
+	breaker := e.breakerOf(id)
+	if !breaker.allow() {
+		return claimed{}, breaker.refusal()
 	}
 	if e.memory == nil {
 		// A client that hangs up must not lose the reply: the time of the command is bounded anyway.
@@ -438,9 +472,6 @@ func (e *Engine) claimOnce(ctx context.Context, id RecordID, claim Claim, policy
 		if lost == nil && e.mayBeGranted(err, asked) {
 			// It is not known if the claim was granted, or still is being granted.
 			lost = e.noteLost(id, claim)
-			lost.isPending = kindOf(err) != StoreUnsent || !isRefusedByStore(err)
-		} else if err != nil && kindOf(err) == StoreUnavailable {
-			lost.isPending = true
 		}
 		// A pool may have several connections that broke while nobody used them, and a server at its limit closes new ones.
 		if isAgain := tries == 0 && lost != nil || isBroken(err) && time.Since(asked) < e.brokenTime(); !isAgain || tries > 0 && !e.sleep(pauseAfter(tries)) {
@@ -588,9 +619,15 @@ func ask[Reply any](ctx context.Context, e *Engine, doing string, command func(c
 	if _, isMemory := e.store.(*MemoryStore); isMemory {
 		return command(ctx)
 	}
+	leave, err := e.enterStore(doing)
+	if err != nil {
+		var none Reply
+		return none, err
+	}
 	ctx, cancel := context.WithTimeout(ctx, e.timeout)
 	done := make(chan answered[Reply], 1)
 	go func() {
+		defer leave()
 		answer := answered[Reply]{err: &StoreError{StoreUnavailable, doing, errors.New("the goroutine of the command ended")}}
 		defer func() {
 			if value := recover(); value != nil {
@@ -616,9 +653,34 @@ func ask[Reply any](ctx context.Context, e *Engine, doing string, command func(c
 	case answer := <-done:
 		return answer.reply, answer.err
 	case <-timer.C:
+		// Its connection is closed by then. A driver that never returns must not hold the place for ever.
+		time.AfterFunc(2*silentGrace, leave)
 		var none Reply
 		return none, &StoreError{StoreUnavailable, doing, context.DeadlineExceeded}
 	}
+}
+
+// enterStore waits until few enough commands are under way. Without a bound, the many requests of one caller would make the store too slow to answer
+// in time, and that would look like a store that is away. The wait does not count as time of the command, and if it is too long, the error is that
+// of a busy pool. leave may be called more than once.
+func (e *Engine) enterStore(doing string) (leave func(), _ error) {
+	places := e.claiming
+	if doing == "complete" || doing == "renew" {
+		places = e.owning
+	}
+	select {
+	case places <- struct{}{}:
+	default:
+		timer := time.NewTimer(e.timeout)
+		defer timer.Stop()
+		select {
+		case places <- struct{}{}:
+		case <-timer.C:
+			return nil, &StoreError{StoreUnsent, doing, busyError{}}
+		}
+	}
+	once := new(sync.Once)
+	return func() { once.Do(func() { <-places }) }, nil
 }
 
 type answered[Reply any] struct {
@@ -646,6 +708,15 @@ func (e *Engine) lookup(ctx context.Context, id RecordID) (*RecordInfo, error) {
 
 // errPoolBusy is a pool of the application without a free connection.
 var errPoolBusy = errors.New("all connections of its pool are in use")
+
+// busyError is errPoolBusy of an engine that has as many commands under way as it may.
+type busyError struct{}
+
+func (busyError) Error() string {
+	return fmt.Sprintf("%d commands of this process are under way, and none of them ended in time", maxCommands)
+}
+
+func (busyError) Is(target error) bool { return target == errPoolBusy }
 
 var errFull = errors.New("too many earlier requests have no recorded end yet")
 
@@ -676,22 +747,25 @@ func (t *logThrottle) allow(kind string, every time.Duration) bool {
 }
 
 // lostClaim is a claim whose reply was lost. No process executes under it. If it was granted, it must be released: otherwise its lease
-// ends, and another attempt then makes the outcome unknown, although nothing was executed. So this process claims the record only after it has
-// settled the lost claim.
+// ends, and another attempt then makes the outcome unknown, although nothing was executed. So this process looks for it before it claims the
+// record, and in the background.
+//
+// It is only looked for, and never sent again: if the lease of a live owner has ended meanwhile, because its renewals do not arrive, the claim
+// would take the record over, or make its outcome unknown. What a look does not find was not granted so far. Its message may still be on its way,
+// such as in the buffer of a server that does not run at the moment, so it is watched for some time (watchLate).
 type lostClaim struct {
 	claim Claim
 	// mu is held while a command about the claim is under way.
 	mu sync.Mutex
-	// isPending: it is not known if it was granted. Otherwise it was released, and its first message may still be on its way, such as in the
-	// buffer of a server that does not run at the moment.
-	isPending bool
 	// isOver: it cannot be granted any more.
 	isOver bool
+	// run is the last execution without the store that has begun after the claim, or nil. It is guarded by the lock of the engine.
+	run *openRun
 }
 
 // noteLost returns the new lost claim. It is locked.
 func (e *Engine) noteLost(id RecordID, claim Claim) *lostClaim {
-	lost := &lostClaim{claim: claim, isPending: true}
+	lost := &lostClaim{claim: claim}
 	lost.mu.Lock()
 	e.mu.Lock()
 	e.lost[id] = append(e.lost[id], lost)
@@ -718,25 +792,16 @@ func (e *Engine) settleLostClaims(id RecordID) error {
 	e.mu.Lock()
 	all := e.lost[id]
 	e.mu.Unlock()
-	if len(all) == 0 {
-		return nil
-	}
-	breaker := e.breakerOf(id)
-	if !breaker.allow() {
-		return breaker.refusal()
-	}
-	var err error
 	for _, lost := range all {
-		if _, err = e.settleLost(id, lost); err != nil {
-			break
+		if _, err := e.settleLost(id, lost); err != nil {
+			return err
 		}
 	}
-	breaker.report(err)
-	return err
+	return nil
 }
 
-// settleLost asks with the same attempt, and releases the record if the claim was granted. isSettled is false if another attempt owns the
-// record: then the lost claim is not granted now, and may be later.
+// settleLost looks if the claim was granted, and then releases the record, unless its request was executed without the store. isSettled is false
+// while this process executes under the record.
 func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ error) {
 	lost.mu.Lock()
 	defer lost.mu.Unlock()
@@ -747,19 +812,9 @@ func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ err
 	_, isOurs := e.running[id]
 	e.mu.Unlock()
 	if isOurs {
-		// If the lease of this attempt has ended meanwhile, the claim would make its outcome unknown.
 		return false, nil
 	}
-	if !lost.isPending {
-		info, err := ask(context.Background(), e, "lookup", func(ctx context.Context) (*RecordInfo, error) { return e.store.Lookup(ctx, id) })
-		if err != nil {
-			return false, err
-		}
-		if info == nil || info.State != string(stateInProgress) || info.Attempt != lost.claim.Attempt {
-			return true, nil
-		}
-	}
-	reply, err := e.sendClaim(context.Background(), id, lost.claim)
+	info, err := e.lookup(context.Background(), id)
 	if err != nil {
 		if kind := kindOf(err); kind == RecordCorrupt || kind == StoreMisused {
 			lost.isOver = true
@@ -767,23 +822,42 @@ func (e *Engine) settleLost(id RecordID, lost *lostClaim) (isSettled bool, _ err
 		}
 		return false, err
 	}
-	switch reply.Outcome {
-	case InProgress, Locked:
-		return false, nil
-	case Mismatch:
-		// Another request has the key. Only the first message of this claim may still come.
-		lost.isPending = false
-	case Execute:
-		claim := lost.claim
-		end := e.newPermit(id, reply, policy{claim.Lease, claim.Retention, 0, claim.OnAbandoned}, readClocks()).release()
-		if end == settleDeferred {
-			return false, &StoreError{StoreUnavailable, "release", errors.New("it did not take a release")}
+	isInProgress := info != nil && info.State == string(stateInProgress)
+	if !isInProgress || info.Attempt != lost.claim.Attempt {
+		if info != nil && info.State != string(stateReleased) {
+			e.mu.Lock()
+			e.noteOwner(id)
+			e.mu.Unlock()
+			// A record with a result grants nothing.
+			lost.isOver = !isInProgress
 		}
-		lost.isPending = false
-		// After an abandoned attempt the record is left to its lease, which every further message of this claim would extend.
-		lost.isOver = reply.AfterAbandoned
-	default:
-		lost.isOver = true
+		return true, nil
+	}
+	claim := lost.claim
+	reply := ClaimReply{Outcome: Execute, Token: info.Token, AfterAbandoned: info.AfterAbandoned}
+	p := e.makePermit(id, reply, policy{claim.Lease, claim.Retention, 0, claim.OnAbandoned}, readClocks())
+	e.mu.Lock()
+	if _, isOurs := e.running[id]; isOurs {
+		e.mu.Unlock()
+		p.finish()
+		return false, nil
+	}
+	e.addRunning(p)
+	run := lost.run
+	isRunning := run != nil && !run.isOver
+	if isRunning {
+		run.permits = append(run.permits, p)
+	}
+	e.mu.Unlock()
+	// After an abandoned attempt the record is left to its lease.
+	lost.isOver = run != nil || info.AfterAbandoned
+	switch {
+	case isRunning:
+		p.renew()
+	case run != nil:
+		p.complete(run.state, nil)
+	case p.release() == settleDeferred:
+		return false, &StoreError{StoreUnavailable, "release", errors.New("it did not take a release")}
 	}
 	return true, nil
 }
@@ -819,13 +893,12 @@ func (e *Engine) pursue(id RecordID, lost *lostClaim) {
 // pursueByLookups gives back what a claim was granted that is not sent again.
 func (e *Engine) pursueByLookups(id RecordID, claim Claim) {
 	lost := e.noteLost(id, claim)
-	lost.isPending = false
 	lost.mu.Unlock()
 	e.pursue(id, lost)
 }
 
-// watchLate looks for a claim that was lost, sent again and released since. If its first message arrives later and is granted, nobody
-// executes under it.
+// watchLate looks for a lost claim that was not granted so far, or that was released since. If one of its messages arrives later and is granted,
+// nobody executes under it.
 func (e *Engine) watchLate(id RecordID, lost *lostClaim) {
 	defer e.forgetLost(id, lost)
 	e.mu.Lock()
@@ -854,13 +927,7 @@ func (e *Engine) watchLate(id RecordID, lost *lostClaim) {
 		if isOver {
 			return
 		}
-		e.mu.Lock()
-		_, isOurs := e.running[id]
-		e.mu.Unlock()
-		if breaker := e.breakerOf(id); !isOurs && breaker.allow() {
-			_, err := e.settleLost(id, lost)
-			breaker.report(err)
-		}
+		e.settleLost(id, lost)
 	}
 }
 
@@ -1001,14 +1068,26 @@ type permit struct {
 }
 
 func (e *Engine) newPermit(id RecordID, reply ClaimReply, policy policy, begun moment) *permit {
-	p := &permit{engine: e, id: id, reply: reply, policy: policy, leaseAt: begun}
+	p := e.makePermit(id, reply, policy, begun)
 	e.mu.Lock()
-	e.running[id] = p
+	e.addRunning(p)
 	e.mu.Unlock()
+	return p
+}
+
+// makePermit makes a permit that is not known to others yet. It is renewed from now on.
+func (e *Engine) makePermit(id RecordID, reply ClaimReply, policy policy, begun moment) *permit {
+	p := &permit{engine: e, id: id, reply: reply, policy: policy, leaseAt: begun}
 	p.mu.Lock()
 	p.renewal = time.AfterFunc(policy.lease/3, p.renew)
 	p.mu.Unlock()
 	return p
+}
+
+// addRunning makes the permit that of its record. The lock is held.
+func (e *Engine) addRunning(p *permit) {
+	e.running[p.id] = p
+	e.noteOwner(p.id)
 }
 
 // whenFenced returns a channel that is closed when another attempt owns the record.
@@ -1053,11 +1132,15 @@ func (p *permit) sendRenewal() (Settlement, error) {
 	})
 }
 
-// confirm makes sure that the lease still runs: the process may have been paused since the claim, or the machine suspended.
+// confirm makes sure that the lease still runs: the process may have been paused since the claim, or the machine suspended. A renewal may have
+// found another owner.
 func (p *permit) confirm() error {
 	p.mu.Lock()
-	age := p.leaseAt.age()
+	age, isFenced := p.leaseAt.age(), p.isFenced
 	p.mu.Unlock()
+	if isFenced {
+		return errFenced
+	}
 	if age < p.policy.lease*2/3 {
 		return nil
 	}
@@ -1104,7 +1187,6 @@ func (p *permit) watchLost() {
 		return
 	}
 	lost := p.engine.noteLost(p.id, *p.lost)
-	lost.isPending = false
 	lost.mu.Unlock()
 	p.lost = nil
 	go p.engine.watchLate(p.id, lost)

@@ -178,3 +178,29 @@ func TestALostClaimAfterAnAbandonedAttempt(t *testing.T) {
 		t.Error(n)
 	}
 }
+
+// An attempt that was overtaken before its handler begins does not begin, however young its lease is.
+func TestAttemptThatIsFencedBeforeItBegins(t *testing.T) {
+	store := NewMemoryStore()
+	engine, err := NewEngine(store, EngineOptions{Logger: &logged{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	claim := Claim{Attempt: AttemptID{1}, Lease: time.Minute, Retention: time.Hour, OnAbandoned: Park}
+	reply, err := store.Claim(context.Background(), RecordID{1}, claim)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := engine.newPermit(RecordID{1}, reply, policy{lease: claim.Lease, retention: claim.Retention}, readClocks())
+	defer p.finish()
+	if err := p.confirm(); err != nil {
+		t.Error(err)
+	}
+	if !store.resolve(RecordID{1}, resolution{kind: "release", force: true, retention: time.Minute}) {
+		t.Fatal("not released")
+	}
+	p.renew()
+	if err := p.confirm(); err != errFenced {
+		t.Error(err)
+	}
+}

@@ -144,7 +144,8 @@ func (s *MemoryStore) Lookup(_ context.Context, id RecordID) (info *RecordInfo, 
 	s.apply(id, func(record *memoryRecord, now int64) *memoryRecord {
 		if live := record.live(now); live != nil {
 			info = &RecordInfo{State: string(live.state), Fingerprint: live.fingerprint, Token: live.token, Attempt: live.attempt,
-				Operation: live.operation, LeaseUntil: time.UnixMilli(live.leaseUntil), ExpiresAt: time.UnixMilli(live.expiresAt)}
+				Operation: live.operation, LeaseUntil: time.UnixMilli(live.leaseUntil), ExpiresAt: time.UnixMilli(live.expiresAt),
+				AfterAbandoned: live.afterAbandoned}
 		}
 		return nil
 	})

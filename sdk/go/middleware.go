@@ -258,14 +258,15 @@ func (p *protected) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	k.serve()
 }
 
-// pass lets a request through without protection.
-func (p *protected) pass(w http.ResponseWriter, r *http.Request, status string) {
+// pass lets a request through without protection. It returns the status of the response, or 0 if the connection was hijacked.
+func (p *protected) pass(w http.ResponseWriter, r *http.Request, status string) int {
 	defer removeFiles(r)
 	passing := &passingWriter{ResponseWriter: w, status: status}
 	p.next.ServeHTTP(withInterfaces(passing, w), r)
 	if !passing.isHijacked {
-		passing.begin()
+		passing.begin(http.StatusOK)
 	}
+	return passing.code
 }
 
 // removeFiles removes the files of uploads that a handler has read, as net/http does: that knows only its own request, and not a copy.
@@ -446,6 +447,11 @@ func (k *keyed) serve() {
 	k.id, k.hasID, k.tag = id, true, tag
 	keyTag := secret.keyTag(key)
 	fingerprint := k.fingerprintOf(decoded, coding)
+	var watch *ownerWatch
+	if k.FailOpen {
+		watch = k.engine.watchOwner(id)
+		defer watch.end()
+	}
 	leave := k.engine.enter()
 	claimed, err := k.engine.claim(k.r.Context(), id, Claim{Fingerprint: fingerprint, CallerTag: tag, KeyTag: &keyTag, Operation: cutOperation(operation)}, k.policy)
 	if err == nil && claimed.Outcome == Execute {
@@ -455,7 +461,7 @@ func (k *keyed) serve() {
 	}
 	leave()
 	if err != nil {
-		k.claimFailed(err, body)
+		k.claimFailed(err, watch, body)
 		return
 	}
 	switch claimed.Outcome {
@@ -493,10 +499,14 @@ func retryAfterSeconds(leaseLeft, runningFor time.Duration) int {
 	return seconds
 }
 
-func (k *keyed) claimFailed(err error, body []byte) {
+func (k *keyed) claimFailed(err error, watch *ownerWatch, body []byte) {
 	kind := kindOf(err)
 	isFull := errors.Is(err, errFull)
 	opens := k.FailOpen && isOutOfReach(err)
+	var run *openRun
+	if opens {
+		run = watch.open()
+	}
 	// The guard of the id secret has said why.
 	if err != errBreakerOpen && err != errBreakerBroken && !errors.Is(err, ErrIDSecret) && (kind == RecordCorrupt || k.engine.throttle.allow(fmt.Sprint("claim ", kind), time.Second)) {
 		k.engine.log.Printf("%v (record %s)", err, k.record())
@@ -506,15 +516,15 @@ func (k *keyed) claimFailed(err error, body []byte) {
 		k.refuse(refuse("record-corrupt"))
 	case kind == ResponseSealed:
 		k.refuse(refuse("response-sealed").after(30))
-	case opens && k.engine.owns(k.id):
-		// This process executes it, or has executed it.
+	case opens && run == nil:
+		// Another attempt executes it, or has executed it.
 		k.refuse(refuse("request-in-progress").after(1))
 	case opens:
 		if k.engine.throttle.allow("failing open", time.Second) {
 			k.engine.log.Printf("oncegate: requests with a key are executed without protection, because the store is not available (FailOpen)")
 		}
 		k.setEcho()
-		k.protected.pass(k.w, withBody(k.r, k.r.Context(), body), "failed-open")
+		k.executeOpen(run, body)
 	case isFull:
 		k.refuse(refuse("store-unavailable").with(detailStoreFull).after(30))
 	default:
@@ -976,8 +986,10 @@ func (x *execution) WriteHeader(status int) {
 	if x.treatment == treatReplay && status >= 500 {
 		x.addFields("kept-server-error", x.sent, false)
 	}
-	if x.treatment == treatReplay && cannotBeStored(status, x.sent) {
-		x.treatment = treatTombstone
+	if cannotBeStored(status, x.sent) {
+		if x.treatment == treatReplay {
+			x.treatment = treatTombstone
+		}
 		x.stream()
 	}
 }
@@ -1111,7 +1123,7 @@ func (x *execution) sendBody() error {
 }
 
 // stream begins to send a response that is not kept. The record says that the operation was done, so that duplicates need not wait for an
-// end that may never come. A key that is to be free again stays claimed until the handler has ended.
+// end that may never come. A key that is to be free again, or whose outcome is to be unknown, stays claimed until the handler has ended.
 func (x *execution) stream() {
 	if x.isStreaming {
 		return
@@ -1128,23 +1140,21 @@ func (x *execution) stream() {
 	} else {
 		x.sendHeader(status)
 	}
-	if x.treatment == treatTombstone {
-		x.ended = make(chan struct{})
-		go x.endWithClient()
-	}
+	x.ended = make(chan struct{})
+	go x.endWithClient(streamGrace)
 }
 
 // streamGrace is the time that the handler of a stream has after its client has gone.
 var streamGrace = time.Minute
 
 // endWithClient ends the context of a stream's handler some time after its client has gone. The stream may have no other end.
-func (x *execution) endWithClient() {
+func (x *execution) endWithClient(grace time.Duration) {
 	select {
 	case <-x.ended:
 		return
 	case <-x.r.Context().Done():
 	}
-	timer := time.NewTimer(streamGrace)
+	timer := time.NewTimer(grace)
 	defer timer.Stop()
 	select {
 	case <-x.ended:

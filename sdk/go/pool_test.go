@@ -49,3 +49,41 @@ func TestAPoolThatIsFreeAtTheEndOfTheWait(t *testing.T) {
 		cancel()
 	}
 }
+
+// conflictDriver has connections whose server answers each statement in the same way, after a moment.
+type conflictDriver struct {
+	driver.Conn
+	err error
+}
+
+func (d conflictDriver) Connect(context.Context) (driver.Conn, error) { return d, nil }
+func (d conflictDriver) Driver() driver.Driver                        { return nil }
+func (conflictDriver) Close() error                                   { return nil }
+func (d conflictDriver) Prepare(string) (driver.Stmt, error)          { return nil, d.err }
+func (d conflictDriver) Begin() (driver.Tx, error)                    { return nil, d.err }
+func (d conflictDriver) BeginTx(context.Context, driver.TxOptions) (driver.Tx, error) {
+	time.Sleep(time.Millisecond)
+	if sqlState(d.err) == "" {
+		return nil, d.err
+	}
+	return d, nil
+}
+func (conflictDriver) Commit() error   { return nil }
+func (conflictDriver) Rollback() error { return nil }
+
+// A server that answers until the time is over has answered, so FailOpen does not act.
+func TestAnswersUntilTheTimeIsOver(t *testing.T) {
+	for _, answer := range []error{stateError("40001"), stateError("40P01"), driver.ErrBadConn} {
+		db := sql.OpenDB(conflictDriver{err: answer})
+		engine, err := NewEngine(NewPostgresStore(db), EngineOptions{Service: "test", Logger: &logged{}, StoreTimeout: 60 * time.Millisecond})
+		if err != nil {
+			t.Fatal(err)
+		}
+		begun := time.Now()
+		_, err = engine.lookup(context.Background(), RecordID{})
+		if isOutOfReach(err) || !errors.Is(err, answer) {
+			t.Error(answer, time.Since(begun), err)
+		}
+		db.Close()
+	}
+}

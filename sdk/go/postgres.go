@@ -175,16 +175,31 @@ func (s *PostgresStore) query(ctx context.Context, doing, text string, args []in
 	if s.db == nil {
 		return &StoreError{StoreMisused, doing, errNoDatabase}
 	}
+	var answer error
 	for tries := 0; ; tries++ {
 		err := s.queryOnce(ctx, doing, text, args, into...)
-		if state := sqlState(err); (state == "40001" || state == "40P01") && tries < 100 && ctx.Err() == nil {
-			// The pool has another isolation level by default. PostgreSQL has undone the call.
-			time.Sleep(jitter(time.Duration(tries+1) * time.Millisecond))
-			continue
+		// If the pool has another isolation level by default, PostgreSQL may have undone the call. A pool may have many connections that broke while
+		// nobody used them, and BEGIN may be sent again.
+		state := sqlState(err)
+		isConflict := state == "40001" || state == "40P01"
+		isAgain := isConflict || errors.As(err, new(notBegunError))
+		if isAgain && answer == nil {
+			answer = err
 		}
-		// A pool may have many connections that broke while nobody used them, and BEGIN may be sent again.
-		if !errors.As(err, new(notBegunError)) || tries == 100 {
+		if !isAgain && answer != nil && isOutOfReach(err) {
+			// The server has answered. Only the time for trying again is over.
+			err = &StoreError{kindOf(err), doing, errors.Unwrap(answer)}
+		}
+		if !isAgain || tries == 100 || ctx.Err() != nil {
 			return err
+		}
+		if isConflict {
+			timer := time.NewTimer(jitter(time.Duration(tries+1) * time.Millisecond))
+			select {
+			case <-timer.C:
+			case <-ctx.Done():
+			}
+			timer.Stop()
 		}
 	}
 }
@@ -427,15 +442,17 @@ func (s *PostgresStore) lookup(ctx context.Context, id RecordID, responseColumn 
 	var fingerprint, attempt []byte
 	var token, expiresAt int64
 	var leaseUntil sql.NullInt64
-	err := s.query(ctx, "lookup", "SELECT state, fingerprint, token, attempt, operation, lease_until, expires_at, "+responseColumn+
+	var afterAbandoned sql.NullBool
+	err := s.query(ctx, "lookup", "SELECT state, fingerprint, token, attempt, operation, lease_until, expires_at, after_abandoned, "+responseColumn+
 		" FROM oncegate.lookup($1)",
-		[]interface{}{id[:]}, &info.State, &fingerprint, &token, &attempt, &info.Operation, &leaseUntil, &expiresAt, &response)
+		[]interface{}{id[:]}, &info.State, &fingerprint, &token, &attempt, &info.Operation, &leaseUntil, &expiresAt, &afterAbandoned, &response)
 	if err == sql.ErrNoRows {
 		return nil, nil, nil
 	}
 	if err != nil {
 		return nil, nil, err
 	}
+	info.AfterAbandoned = afterAbandoned.Bool
 	info.Token, info.LeaseUntil, info.ExpiresAt = uint64(token), time.UnixMilli(leaseUntil.Int64), time.UnixMilli(expiresAt)
 	copy(info.Fingerprint[:], fingerprint)
 	copy(info.Attempt[:], attempt)

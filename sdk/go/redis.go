@@ -362,6 +362,8 @@ func (reply redisReply) record() (_ *RecordInfo, response []byte) {
 			info.Operation = value
 		case "lease_until":
 			info.LeaseUntil = time.UnixMilli(reply.number(at + 1))
+		case "after_abandoned":
+			info.AfterAbandoned = reply.number(at+1) == 1
 		case "expires_at":
 			info.ExpiresAt = time.UnixMilli(reply.number(at + 1))
 		case "response":

@@ -29,7 +29,7 @@ const dialed, timedOut = "no connection was made", "no answer came"
 func (c wordsClient) EvalSha(context.Context, string, []string, ...interface{}) wordsReply {
 	switch c {
 	case dialed:
-		return wordsReply{&net.OpError{Op: "dial", Err: errors.New(dialed)}}
+		return wordsReply{&net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}}
 	case timedOut:
 		return wordsReply{&net.OpError{Op: "read", Err: os.ErrDeadlineExceeded}}
 	}

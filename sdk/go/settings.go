@@ -501,6 +501,12 @@ func compile(s Settings) (*compiled, error) {
 	if c.MaxResponseBody > maxResponseBytes/2 {
 		return nil, fmt.Errorf("oncegate: MaxResponseBody is larger than %d", maxResponseBytes/2)
 	}
+	if err := checkTime("BodyTimeout", c.BodyTimeout, minTime); err != nil {
+		return nil, err
+	}
+	if err := checkTime("WriteTimeout", c.WriteTimeout, minTime); err != nil && c.WriteTimeout > 0 {
+		return nil, err
+	}
 	if c.WriteTimeout == 0 {
 		c.WriteTimeout = time.Minute
 	}

@@ -131,6 +131,8 @@ type RecordInfo struct {
 	// Operation is that of the claim. LeaseUntil is set while the state is in-progress; it and ExpiresAt are by the clock of the store.
 	Operation             string
 	LeaseUntil, ExpiresAt time.Time
+	// AfterAbandoned is true if the attempt in progress has taken over an abandoned one.
+	AfterAbandoned bool
 }
 
 // StoreErrorKind says what a StoreError means.
@@ -150,7 +152,8 @@ const (
 )
 
 // StoreError is a failure of a store. It has no keys and no content of records. With Settings.FailOpen, Err decides if requests are executed: only if
-// it shows that no connection was made (*net.OpError of a dial, *net.DNSError) or that there was no answer in time (context.DeadlineExceeded, Timeout()).
+// it shows that no connection can be made (*net.OpError of a dial with ECONNREFUSED and the like, *net.DNSError with IsNotFound) or that there was no
+// answer in time (context.DeadlineExceeded, Timeout()).
 type StoreError struct {
 	Kind StoreErrorKind
 	// Doing is the command, such as "claim".
@@ -187,13 +190,41 @@ func isRefusedByStore(err error) bool {
 }
 
 // isOutOfReach reports if no connection to the store could be made, or if it gave no answer in time: only then FailOpen executes. All other errors
-// may be those of a store that was reached and has the record.
+// may be those of a store that was reached and has the record, or of a process that has no means to reach it.
 func isOutOfReach(err error) bool {
-	return looksAway(err) && !isUsedUp()
+	kind := kindOf(err)
+	if err == nil || kind != StoreUnavailable && kind != StoreUnsent || isRefusedByStore(err) || isBroken(err) || strings.Contains(err.Error(), "too many open files") {
+		return false
+	}
+	var errno syscall.Errno
+	if errors.As(err, &errno) {
+		var network *net.OpError
+		return errors.As(err, &network) && network.Op == "dial" && (isUnreachable(errno) || errno == syscall.ENOENT && network.Net == "unix")
+	}
+	// 57014 is the end of our own time, 08001 a failed connect.
+	state := sqlState(err)
+	var name *net.DNSError
+	var timed interface{ Timeout() bool }
+	isMissing := state == "08001" || errors.As(err, &name) && name.IsNotFound
+	isLate := state == "57014" || err == errBreakerOpen || errors.Is(err, context.DeadlineExceeded) || errors.As(err, &timed) && timed.Timeout()
+	return (isMissing || isLate) && !isUsedUp()
 }
 
-// isUsedUp reports if this process can open nothing, as when clients hold all of its file descriptors. Then no error says that a server is away: it
-// cannot be connected to, and its name is not found.
+// isUnreachable reports if an error of connecting says that the server does not run, or that there is no way to it. All others, such as those of a
+// process that has no port or no memory left, do not say so.
+func isUnreachable(errno syscall.Errno) bool {
+	switch errno {
+	case syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.EHOSTDOWN, syscall.ETIMEDOUT:
+		return true
+	case 10061, 10065, 10051, 10064, 10060:
+		// The same of Windows.
+		return true
+	}
+	return false
+}
+
+// isUsedUp reports if this process can open nothing, as when clients hold all of its file descriptors. Then a name is not found, too, and a driver may
+// not say why it cannot connect.
 func isUsedUp() bool {
 	file, err := os.Open(os.DevNull)
 	if err != nil {
@@ -201,19 +232,6 @@ func isUsedUp() bool {
 	}
 	file.Close()
 	return false
-}
-
-func looksAway(err error) bool {
-	kind := kindOf(err)
-	if err == nil || kind != StoreUnavailable && kind != StoreUnsent || isRefusedByStore(err) || isBroken(err) {
-		return false
-	}
-	// 57014 is the end of our own time, 08001 a failed connect.
-	if state := sqlState(err); state == "57014" || state == "08001" || err == errBreakerOpen || isUnsent(err) || errors.As(err, new(*net.DNSError)) {
-		return true
-	}
-	var timed interface{ Timeout() bool }
-	return errors.Is(err, context.DeadlineExceeded) || errors.As(err, &timed) && timed.Timeout()
 }
 
 // isBroken reports if a connection was made, and broke: another one may work. A pool may have several that broke while nobody used them, and a server

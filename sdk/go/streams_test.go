@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -125,4 +126,69 @@ func TestClientRefusesAKeyThatCannotBeSent(t *testing.T) {
 		t.Errorf("%v, closed: %v", err, body.isClosed)
 	}
 	(&sending{Client: &Client{Backoff: -5}}).pause()
+}
+
+// A response without an end reaches its client whatever becomes of the record, and its handler ends after its client.
+func TestStreamsWithADirective(t *testing.T) {
+	defer func(before time.Duration) { streamGrace = before }(streamGrace)
+	streamGrace = 20 * time.Millisecond
+	for name, own := range map[string]struct {
+		directive string
+		status    int
+		retry     int
+	}{
+		"replay": {"replay", 200, 422}, "tombstone": {"tombstone", 200, 422}, "release": {"release", 200, 200}, "unknown": {"unknown", 200, 500},
+		"freeing status": {"", 429, 429},
+	} {
+		ended := make(chan struct{}, 1)
+		giveUp := make(chan struct{})
+		var executions int32
+		h := serve(t, Settings{}, func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			if own.directive != "" {
+				w.Header().Set("Idempotency-Store", own.directive)
+			}
+			w.WriteHeader(own.status)
+			io.WriteString(w, "data: 1\n\n")
+			w.(http.Flusher).Flush()
+			if atomic.AddInt32(&executions, 1) > 1 {
+				return
+			}
+			select {
+			case <-r.Context().Done():
+			case <-giveUp:
+			}
+			ended <- struct{}{}
+		})
+		send := func(ctx context.Context) (*http.Response, error) {
+			request, _ := http.NewRequestWithContext(ctx, "POST", h.URL, nil)
+			request.Header.Set("Idempotency-Key", "a")
+			return http.DefaultClient.Do(request)
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		response, err := send(ctx)
+		if err != nil {
+			t.Error(name, "nothing reaches the client:", err)
+			cancel()
+			close(giveUp)
+			continue
+		}
+		head := make([]byte, 9)
+		if _, err := io.ReadFull(response.Body, head); err != nil || string(head) != "data: 1\n\n" || response.StatusCode != own.status || response.Header.Get("Idempotency-Store") != "" {
+			t.Error(name, response.StatusCode, string(head), err)
+		}
+		cancel()
+		response.Body.Close()
+		eventually(t, "the end of the handler: "+name, ended)
+		drain(t, h.engine)
+		response, err = send(context.Background())
+		if err != nil {
+			t.Fatal(name, err)
+		}
+		response.Body.Close()
+		if response.StatusCode != own.retry {
+			t.Error(name, "retry:", response.StatusCode)
+		}
+		drain(t, h.engine)
+	}
 }

@@ -31,8 +31,8 @@ type Operation struct {
 	Sealing Sealing
 	// IDSecret is as in EngineOptions: the secret of the database, if it belongs to one.
 	IDSecret *IDSecret
-	// DB is the pool of the transaction. It is used only if the function has ended a *sql.Tx: nothing can be sent through that any more, and the
-	// unknown outcome of the key is written by another connection. Without it, such a key may be free (ErrTransactionEnded).
+	// DB is the pool of the transaction. It is used only if a *sql.Tx has ended: nothing can be sent through that any more, so the record is looked up, and
+	// the unknown outcome of the key is written, by another connection. Without it, such a key may be free (ErrTransactionEnded).
 	DB *sql.DB
 }
 
@@ -57,8 +57,8 @@ type Querier interface {
 //
 // The function must not end the transaction: no COMMIT or ROLLBACK, no Commit or Rollback of tx, and no helper that begins and commits a
 // transaction on the same connection. If it does anyway, the error is ErrTransactionEnded, and the outcome of the key is unknown, because a part
-// may be committed. Set Operation.DB for that. Give BeginTx the context that Transaction gets: if another one ends, tx is rolled back, and
-// that cannot be told from a Rollback of the function.
+// may be committed. Set Operation.DB for that: without it, a Commit cannot be told from the rollback of database/sql if the context has ended, too. Give
+// BeginTx the context that Transaction gets: if another one ends, tx is rolled back, and that cannot be told from a Rollback of the function.
 //
 // The database needs the contract, and the role the rights to call lookup, claim, complete, complete_if_owner and release.
 func Transaction[Result any](ctx context.Context, tx Querier, operation Operation, run func(context.Context) (Result, error)) (result Result, err error) {
@@ -170,17 +170,18 @@ func Transaction[Result any](ctx context.Context, tx Querier, operation Operatio
 	ended := func(cause error) error {
 		return endedError{cause, keepFromExecution(ctx, tx, operation.DB, id, claim)}
 	}
+	isOver := func() bool { return isEnded(ctx, tx, began, operation.DB, id, claim.Attempt) }
 	isReturned := false
 	defer func() {
 		// A panic, or the end of the goroutine.
-		if !isReturned && isEnded(ctx, tx, began) {
+		if !isReturned && isOver() {
 			ended(nil)
 		}
 	}()
 	result, err = run(ctx)
 	isReturned = true
 	if err != nil {
-		if isEnded(ctx, tx, began) {
+		if isOver() {
 			err = ended(err)
 		}
 		return result, err
@@ -202,7 +203,7 @@ func Transaction[Result any](ctx context.Context, tx Querier, operation Operatio
 		err = postgresError("complete", ctx.Err())
 	}
 	if err != nil {
-		if isEnded(ctx, tx, began) {
+		if isOver() {
 			err = ended(err)
 		}
 		return result, err
@@ -210,10 +211,10 @@ func Transaction[Result any](ctx context.Context, tx Querier, operation Operatio
 	err = tx.QueryRowContext(ctx, "SELECT CASE WHEN "+transactionBegan+" = $4 THEN oncegate.complete($1, $2, $3)::text IS NOT NULL ELSE false END",
 		id[:], int64(reply.Token), encoded, began).Scan(&own)
 	switch {
-	case err == nil && !own, errors.Is(err, sql.ErrTxDone) && ctx.Err() == nil:
+	case err == nil && !own, err != nil && (errors.Is(err, sql.ErrTxDone) || ctx.Err() != nil) && isOver():
 		return result, ended(nil)
 	case sqlState(err) == "25P02":
-		if isEnded(ctx, tx, began) {
+		if isOver() {
 			return result, ended(err)
 		}
 		return result, fmt.Errorf("oncegate: a statement of the function failed and its error was ignored, so PostgreSQL rolls the transaction back: "+
@@ -237,7 +238,7 @@ func execute(ctx context.Context, tx Querier, statement string) error {
 
 // isEnded reports if the function has ended the transaction that began at began. The end of ctx does not stop it. If the connection cannot
 // tell, nothing of this transaction is committed any more.
-func isEnded(ctx context.Context, tx Querier, began int64) bool {
+func isEnded(ctx context.Context, tx Querier, began int64, db *sql.DB, id RecordID, attempt AttemptID) bool {
 	asking, cancel := context.WithTimeout(detach(ctx), keepTimeout)
 	defer cancel()
 	own := false
@@ -245,7 +246,7 @@ func isEnded(ctx context.Context, tx Querier, began int64) bool {
 	switch {
 	case errors.Is(err, sql.ErrTxDone):
 		// By Commit or Rollback of *sql.Tx. At the end of the context of BeginTx, database/sql rolls back, too.
-		return ctx.Err() == nil
+		return ctx.Err() == nil || db != nil && isCommitted(asking, db, id, attempt)
 	case sqlState(err) != "25P02":
 		return err == nil && !own
 	}
@@ -256,6 +257,13 @@ func isEnded(ctx context.Context, tx Querier, began int64) bool {
 		execute(asking, tx, "ROLLBACK TO SAVEPOINT "+transactionSavepoint+"_none")
 	}
 	return sqlState(err) == "3B001"
+}
+
+// isCommitted reports if the claim of an attempt was committed. One that cannot be looked up may have been.
+func isCommitted(ctx context.Context, db *sql.DB, id RecordID, attempt AttemptID) bool {
+	own := false
+	err := db.QueryRowContext(ctx, "SELECT state = 'in-progress' AND attempt = $2 FROM oncegate.lookup($1)", id[:], attempt[:]).Scan(&own)
+	return own || err != nil && err != sql.ErrNoRows
 }
 
 // keepFromExecution claims a record again whose claim the function may have rolled back, and writes that its outcome is unknown: what the

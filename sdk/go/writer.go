@@ -225,15 +225,18 @@ func (x *execution) closeNotify() <-chan bool {
 type passingWriter struct {
 	http.ResponseWriter
 	// status is the Idempotency-Status of the response.
-	status              string
-	isBegun, isHijacked bool
+	status     string
+	isHijacked bool
+	// code is the status of the handler, or 0 before it.
+	code int
 }
 
-func (w *passingWriter) begin() {
-	if w.isBegun {
+// begin sets the fields of the response, once.
+func (w *passingWriter) begin(code int) {
+	if w.code != 0 {
 		return
 	}
-	w.isBegun = true
+	w.code = code
 	header := w.Header()
 	header.Del("Idempotency-Store")
 	header.Del("Idempotency-Status")
@@ -244,18 +247,18 @@ func (w *passingWriter) begin() {
 
 func (w *passingWriter) WriteHeader(status int) {
 	if status >= 200 || status == http.StatusSwitchingProtocols {
-		w.begin()
+		w.begin(status)
 	}
 	w.ResponseWriter.WriteHeader(status)
 }
 
 func (w *passingWriter) Write(data []byte) (int, error) {
-	w.begin()
+	w.begin(http.StatusOK)
 	return w.ResponseWriter.Write(data)
 }
 
 func (w *passingWriter) ReadFrom(source io.Reader) (int64, error) {
-	w.begin()
+	w.begin(http.StatusOK)
 	if from, ok := w.ResponseWriter.(io.ReaderFrom); ok {
 		return from.ReadFrom(source)
 	}
@@ -263,7 +266,7 @@ func (w *passingWriter) ReadFrom(source io.Reader) (int64, error) {
 }
 
 func (w *passingWriter) flush() {
-	w.begin()
+	w.begin(http.StatusOK)
 	if flush, ok := flusherOf(w.ResponseWriter); ok {
 		flush()
 	}

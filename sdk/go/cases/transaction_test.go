@@ -261,6 +261,42 @@ func TestFunctionThatEndsItsTransactionWithoutItsCaller(t *testing.T) {
 	}
 }
 
+// A function that has committed is noticed if its caller has gone, too. Without a commit, the key is free, because database/sql rolls back.
+func TestFunctionThatCommitsWithoutItsCaller(t *testing.T) {
+	db := database(t)
+	for _, c := range []struct{ isCommitted, fails bool }{{true, false}, {true, true}, {false, false}, {false, true}} {
+		operation := oncegate.Operation{Service: "go-tests", Name: "POST /gone", Key: newKey(), DB: db}
+		runs := 0
+		call := func() error {
+			ctx, cancel := context.WithCancel(background(t))
+			defer cancel()
+			tx, err := db.BeginTx(ctx, nil)
+			must(err)
+			defer tx.Rollback()
+			_, err = oncegate.Transaction(ctx, tx, operation, func(ctx context.Context) (charge, error) {
+				if runs++; runs > 1 {
+					return charge{5}, nil
+				}
+				if c.isCommitted {
+					must(tx.Commit())
+				}
+				cancel()
+				if c.fails {
+					return charge{}, ctx.Err()
+				}
+				return charge{5}, nil
+			})
+			return err
+		}
+		if err := call(); err == nil || errors.Is(err, oncegate.ErrTransactionEnded) != c.isCommitted {
+			t.Error(c, err)
+		}
+		if err := call(); c.isCommitted && err != oncegate.ErrOutcomeUnknown || !c.isCommitted && err != nil {
+			t.Error(c, err)
+		}
+	}
+}
+
 // cutQuerier fails the claim after a ROLLBACK.
 type cutQuerier struct {
 	*sql.Conn
