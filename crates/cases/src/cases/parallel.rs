@@ -15,7 +15,7 @@ use crate::world::World;
 const IN_PROGRESS: &str = "request-in-progress";
 
 pub(super) fn cases() -> Vec<Case> {
-    let patient = Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() };
+    let patient = Plan { wait: Some(Duration::from_secs(60)), ..Plan::default() };
     cases! {
         "second-request-conflicts":
             "a second request while the first runs is a 409, which is not kept, and the first is not disturbed"
@@ -73,13 +73,13 @@ pub(super) fn cases() -> Vec<Case> {
             => run (renewal_against_another);
         "pipelined-requests-execute-once": "equal requests on one connection, sent before the first response, execute once"
             // A server may begin with a request before it has answered the one before.
-            .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
+            .given(Plan { wait: Some(Duration::from_secs(60)), ..Plan::default() })
             => run (pipelined);
         "two-instances-execute-once": "two instances on one store execute once between them"
             .two_processes()
             => run (two_instances);
         "waiting-for-the-other-instance": "a request that waits for the other instance gets its response"
-            .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
+            .given(Plan { wait: Some(Duration::from_secs(60)), ..Plan::default() })
             .two_processes()
             => run (two_instances_wait);
     }
