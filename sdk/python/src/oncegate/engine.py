@@ -161,6 +161,7 @@ class Permit:
     __slots__ = (
         "_ended",
         "_engine",
+        "_has_end",
         "_leased_at",
         "_timer",
         "attempt",
@@ -184,6 +185,7 @@ class Permit:
         self._engine = engine
         self._leased_at = asked_at
         self._ended = False
+        self._has_end = False
         self._timer: Handle | None = None
         self._schedule(policy.lease / 3)
 
@@ -236,11 +238,16 @@ class Permit:
         if self._timer is not None:
             self._timer.cancel()
 
+    def take_end(self) -> bool:
+        """False if the attempt has an end already, which may still be on its way to the store. There is no second one."""
+        is_first, self._has_end = not self._has_end, True
+        return is_first
+
     async def complete(self, state: EndState, response: bytes | None = None) -> Ending:
-        return await self._engine.settle(self, state, response)
+        return await self._engine.settle(self, state, response) if self.take_end() else "not-stored"
 
     async def release(self) -> Ending:
-        return await self._engine.settle(self, None, None)
+        return await self._engine.settle(self, None, None) if self.take_end() else "not-stored"
 
     async def lookup(self) -> StoredRecord | None:
         return await self._engine.lookup(self.attempt.record, self.policy)
@@ -249,7 +256,9 @@ class Permit:
         """The outcome is unknown. Under `reexecute` the lease runs out, and the next claim executes again."""
         log.warning("record %s: the outcome is unknown: %s", self.attempt.record.hex(), reason)
         if self.policy.on_abandoned == "park":
-            return await self._engine.settle(self, "unknown", None)
+            return await self.complete("unknown")
+        if not self.take_end():
+            return "not-stored"
         self._engine.leave(self)
         return "stored"
 
@@ -999,7 +1008,7 @@ class Engine:
 
         Until then the record stays one under which this process executes.
         """
-        if permit.attempt.record not in self._pending:
+        if permit.take_end():
             self._defer(permit, state, response, is_by_record=True)
 
     def _defer(
