@@ -74,8 +74,8 @@ async def respond(send: Any, code: int, body: bytes = b"paid", **fields: str) ->
 
 def test_renewals_of_blocking_programs_do_not_wait_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many renewals at a time as there are threads: each of them waits for a call of the store in another thread."""
-    threads = runtime.ThreadRuntime()
     monkeypatch.setattr("oncegate.runtime.STORE_THREADS", 4)
+    threads = runtime.ThreadRuntime()
     together, ended = threading.Barrier(4), []
 
     async def inner() -> None:

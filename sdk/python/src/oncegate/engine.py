@@ -39,7 +39,18 @@ from .errors import (
 )
 from .identity import downstream_key
 from .ids import MARK, IdGuard, Ids
-from .runtime import Event, Handle, LoopRuntime, Runtime, ThreadRuntime, TimeLimit, Work, is_used_up, run_blocking
+from .runtime import (
+    Event,
+    Handle,
+    LoopRuntime,
+    NoThread,
+    Runtime,
+    ThreadRuntime,
+    TimeLimit,
+    Work,
+    is_used_up,
+    run_blocking,
+)
 from .store import PURGE_ROWS, Claim, Claimed, EndState, OnAbandoned, Settled, Store, StoredRecord
 
 T = TypeVar("T")
@@ -196,15 +207,15 @@ class Permit:
     async def _renew(self) -> None:
         if self._ended:
             return
-        pause = self.policy.lease / 3
+        pause = min(self.policy.lease / 3, max(0.05, self.policy.lease / 20))
         try:
-            if await self._renew_once() == "locked":
-                pause = min(pause, 0.25)
+            renewed = await self._renew_once()
+            pause = min(self.policy.lease / 3, 0.25 if renewed == "locked" else self.policy.lease)
         except StoreError as error:
-            pause = min(pause, max(0.05, self.policy.lease / 20))
             log.warning("record %s: the lease was not renewed: %s", self.attempt.record.hex(), error)
-        if not self.is_fenced:
-            self._schedule(pause)
+        finally:
+            if not self.is_fenced:
+                self._schedule(pause)
 
     async def _renew_once(self) -> Settled:
         asked_at = Moment.now()
@@ -375,6 +386,8 @@ class Engine:
         except (RecordCorrupt, ResponseSealed, StoreRefused):
             breaker.failures = 0
             raise
+        except NoThread as error:
+            raise StoreUnavailable(str(error), is_unsent=True, is_reached=True) from error
         except TimeoutError as error:
             # Such as a pool that waits for a connection.
             is_own = is_used_up()
@@ -411,6 +424,8 @@ class Engine:
                     # It had little time.
                     break
                 raise
+            except NoThread:
+                break
             except StoreUnavailable as other:
                 if not other.is_broken:
                     raise

@@ -13,17 +13,22 @@ import heapq
 import itertools
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent import futures
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, T]]
 log = logging.getLogger("oncegate")
-STORE_THREADS = 32
+# Threads for calls of a blocking store, and those in which an asynchronous program reads large bodies.
+STORE_THREADS, BODY_THREADS = 32, 2
+# The pause after which a timer is tried again for which no thread could be started, in seconds.
+NO_THREAD_PAUSE = 0.1
+# A call that takes long is looked at in these steps. If this process is late by more than `MAX_LAG`, the delay is its own.
+WATCH_STEP, MAX_LAG = 0.5, 0.1
 # The number of timers from which cancelled ones are removed.
 MOST_TIMERS = 1000
 # Timers on an event loop that run for at least a second share one for each 50 ms.
@@ -57,6 +62,119 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("an asynchronous store was used in a blocking program")
 
 
+class NoThread(RuntimeError):
+    """No thread could be started, such as at a limit of processes. The work is not queued, and never runs."""
+
+
+def is_ending() -> bool:
+    """True if the interpreter ends, and may start no threads any more."""
+    return not threading.main_thread().is_alive()
+
+
+class Threads:
+    """Threads that are started when they are needed, and anew in a process that was forked.
+
+    The end of the interpreter does not wait for them, as it does for those of `concurrent.futures`: one may wait for a server that
+    never answers.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._lock = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._process = os.getpid()
+        self._queue: queue.SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._started = 0
+        # What is queued or runs.
+        self._unfinished = 0
+
+    def submit(self, work: Callable[[], T]) -> futures.Future[T]:
+        """Raises :class:`NoThread`."""
+        future: futures.Future[T] = futures.Future()
+        with self._lock:
+            if self._process != os.getpid():
+                self._reset()
+            if self._unfinished >= self._started < self._most:
+                try:
+                    threading.Thread(target=self._run, args=(self._queue,), name=self._name, daemon=True).start()
+                    self._started += 1
+                except RuntimeError as error:
+                    if not self._started:
+                        raise NoThread("this process can start no thread") from error
+            self._unfinished += 1
+            self._queue.put((future, work))
+        return future
+
+    def _run(self, own: queue.SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]]]) -> None:
+        while True:
+            self._run_one(*own.get())
+
+    def _run_one(self, future: futures.Future[Any], work: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            self._finished()
+            return
+        try:
+            result = work()
+        except BaseException as error:
+            self._finished()
+            future.set_exception(error)
+        else:
+            self._finished()
+            future.set_result(result)
+
+    def _finished(self) -> None:
+        with self._lock:
+            self._unfinished -= 1
+
+
+class Call:
+    """A call of the store that is under way. The store finds it in :data:`CALL`."""
+
+    __slots__ = ("abort", "is_own_delay", "is_waiting")
+
+    def __init__(self) -> None:
+        self.is_waiting = False
+        """True while it waits for a thread of this process, or for a connection of a pool that others use."""
+        self.is_own_delay = False
+        """True if this process was late, or if the call has waited in it: it did not have its whole time."""
+        self.abort: Callable[[], None] | None = None
+        """Ends the command of a call that is given up, if that is not done by its cancellation."""
+
+    def begins(self, asked_at: float) -> None:
+        """It has waited in this process since then."""
+        self.is_waiting = False
+        self.look(asked_at)
+
+    def look(self, due: float) -> None:
+        """Called when something should have happened at `due`."""
+        if time.monotonic() - due > MAX_LAG:
+            self.is_own_delay = True
+
+    def give_up(self) -> None:
+        self.is_own_delay = self.is_own_delay or self.is_waiting
+        abort = self.abort
+        if abort is not None:
+            abort()
+
+
+CALL: contextvars.ContextVar[Call | None] = contextvars.ContextVar("oncegate_call", default=None)
+
+
+def _prepared(work: Work[T], call: Call) -> Callable[[], T]:
+    """The work for a thread."""
+    context, asked_at = contextvars.copy_context(), time.monotonic()
+    context.run(CALL.set, call)
+    call.is_waiting = True
+
+    def run() -> T:
+        call.begins(asked_at)
+        return run_blocking(work())
+
+    return lambda: context.run(run)
+
+
 class Event(Protocol):
     def set(self) -> None: ...
 
@@ -68,8 +186,11 @@ class Handle(Protocol):
 
 
 class Runtime(Protocol):
-    async def call(self, work: Work[T], timeout: float, *, in_thread: bool) -> T:
-        """Runs one call of the store. Raises TimeoutError."""
+    async def call(self, work: Work[T], timeout: float, *, in_thread: bool, call: Call | None = None) -> T:
+        """Runs one call of the store. Raises TimeoutError or :class:`NoThread`."""
+
+    async def each(self, works: list[Work[T]]) -> list[T]:
+        """Runs them at the same time."""
 
     async def sleep(self, seconds: float) -> None: ...
 
@@ -99,7 +220,7 @@ class _LoopEvent:
             pass
 
 
-def _retrieve(task: asyncio.Task[Any]) -> None:
+def _retrieve(task: asyncio.Future[Any]) -> None:
     """The caller has the error, or does not wait any more."""
     if not task.cancelled():
         task.exception()
@@ -158,25 +279,42 @@ def long_timers() -> _LongTimers:
 
 
 class TimeLimit:
-    """What `asyncio.timeout` does, by a long timer: the block raises TimeoutError if it takes longer."""
+    """What `asyncio.timeout` does, by a long timer: the block raises TimeoutError if it takes longer.
 
-    __slots__ = ("_cancelling", "_is_over", "_seconds", "_task", "_timer")
+    A `call` gets to know if the event loop was late meanwhile.
+    """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._is_over = seconds, False
+    __slots__ = ("_call", "_cancelling", "_due", "_is_over", "_task", "_timer", "_until")
+
+    def __init__(self, seconds: float, call: Call | None = None) -> None:
+        self._until, self._is_over, self._call = time.monotonic() + seconds, False, call
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
-        self._timer = long_timers().later(self._seconds, self._end)
+        self._set()
+
+    def _set(self) -> None:
+        now = time.monotonic()
+        self._due = self._until if self._call is None else min(self._until, now + LONG)
+        self._timer = long_timers().later(max(0.0, self._due - now), self._end)
+
+    def _look(self) -> None:
+        if self._call is not None:
+            self._call.look(self._due + STEP)
 
     def _end(self) -> None:
+        self._look()
+        if time.monotonic() < self._until:
+            self._set()
+            return
         self._is_over = True
         self._task.cancel()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         self._timer.cancel()
+        self._look()
         if self._is_over and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
@@ -184,28 +322,48 @@ class TimeLimit:
 class LoopRuntime:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Not those of the loop, which the application uses, too: its work would look like a store that does not answer.
+        self._threads = Threads(STORE_THREADS, "oncegate")
+        self._bodies = Threads(BODY_THREADS, "oncegate-bodies")
 
-    async def call(self, work: Work[T], timeout: float, *, in_thread: bool) -> T:
+    async def call(self, work: Work[T], timeout: float, *, in_thread: bool, call: Call | None = None) -> T:
+        call = call or Call()
+        waited: asyncio.Future[T]
         if in_thread:
-            task = self.spawn(asyncio.to_thread(lambda: run_blocking(work())))
+            waited = asyncio.wrap_future(self._threads.submit(_prepared(work, call)))
         else:
-            task = self.spawn(work())
-        task.add_done_callback(_retrieve)
-        # A driver may take seconds to cancel its command, if its server does not answer. Nobody waits for that.
-        done, _ = await asyncio.wait({task}, timeout=timeout)
-        if not done:
-            task.cancel()
-            raise TimeoutError
-        return task.result()
+            context = contextvars.copy_context()
+            context.run(CALL.set, call)
+            waited = self.spawn(work(), context)
+        waited.add_done_callback(_retrieve)
+        until = time.monotonic() + timeout
+        while not waited.done():
+            due = min(until, time.monotonic() + WATCH_STEP)
+            # A driver may take seconds to cancel its command, if its server does not answer. Nobody waits for that.
+            await asyncio.wait({waited}, timeout=max(0.0, due - time.monotonic()))
+            call.look(due)
+            if not waited.done() and time.monotonic() >= until:
+                call.give_up()
+                waited.cancel()
+                raise TimeoutError
+        return waited.result()
+
+    async def each(self, works: list[Work[T]]) -> list[T]:
+        return await asyncio.gather(*(work() for work in works))
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
     async def offload(self, work: Callable[[], T]) -> T:
-        return await asyncio.to_thread(work)
+        context = contextvars.copy_context()
+        try:
+            future = self._bodies.submit(lambda: context.run(work))
+        except NoThread:
+            return work()
+        return await asyncio.wrap_future(future)
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
+    def spawn(self, work: Coroutine[Any, Any, T], context: contextvars.Context | None = None) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -246,42 +404,50 @@ class ThreadRuntime:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._threads = Threads(STORE_THREADS, "oncegate")
+        # Work in the background waits for calls of the store, so that it must not take their threads.
+        self._background = Threads(STORE_THREADS, "oncegate-background")
+        self._is_warned = False
         self._reset()
 
     def _reset(self) -> None:
         self._process = os.getpid()
-        self._pool: ThreadPoolExecutor | None = None
-        # Work in the background waits for calls of the store, so that it must not take their threads.
-        self._background: ThreadPoolExecutor | None = None
         self._wakes = threading.Condition(threading.Lock())
         self._timers: list[tuple[float, int, _TimerHandle, Work[Any]]] = []
         self._most_timers = MOST_TIMERS
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
-    def _executor(self, *, background: bool = False) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._process != os.getpid():
-                self._reset()
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(STORE_THREADS, "oncegate")
-            if self._background is None:
-                self._background = ThreadPoolExecutor(STORE_THREADS, "oncegate-background")
-            return self._background if background else self._pool
-
-    async def call(self, work: Work[T], timeout: float, *, in_thread: bool) -> T:
+    async def call(self, work: Work[T], timeout: float, *, in_thread: bool, call: Call | None = None) -> T:
         if not in_thread:
             return run_blocking(work())
+        call = call or Call()
         try:
-            future = self._executor().submit(lambda: run_blocking(work()))
-        except RuntimeError:
-            # The interpreter is ending, and starts no threads any more.
+            future = self._threads.submit(_prepared(work, call))
+        except NoThread:
+            if not is_ending():
+                raise
             return run_blocking(work())
-        try:
-            return future.result(timeout)
-        except FutureTimeoutError:
-            future.cancel()
-            raise TimeoutError from None
+        until = time.monotonic() + timeout
+        while not future.done():
+            due = min(until, time.monotonic() + WATCH_STEP)
+            futures.wait({future}, max(0.0, due - time.monotonic()))
+            call.look(due)
+            if not future.done() and time.monotonic() >= until:
+                call.give_up()
+                future.cancel()
+                raise TimeoutError
+        return future.result()
+
+    async def each(self, works: list[Work[T]]) -> list[T]:
+        waited: list[futures.Future[T]] = []
+        for work in works:
+            try:
+                waited.append(self._background.submit(lambda own=work: run_blocking(own())))  # type: ignore[misc]
+            except NoThread:
+                waited.append(futures.Future())
+                waited[-1].set_result(run_blocking(work()))
+        return [future.result() for future in waited]
 
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251  (this runtime blocks)
@@ -290,7 +456,9 @@ class ThreadRuntime:
         return work()
 
     def later(self, seconds: float, work: Work[Any]) -> Handle:
-        self._executor()
+        with self._lock:
+            if self._process != os.getpid():
+                self._reset()
         handle = _TimerHandle()
         with self._wakes:
             if len(self._timers) >= self._most_timers:
@@ -299,12 +467,22 @@ class ThreadRuntime:
                 heapq.heapify(self._timers)
                 self._most_timers = max(MOST_TIMERS, 2 * len(self._timers))
             heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), handle, work))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._tick, name="oncegate-timers", daemon=True)
-                self._thread.start()
+            if self._thread is None or not self._thread.is_alive():
+                thread = threading.Thread(target=self._tick, name="oncegate-timers", daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError:
+                    # The next timer tries again.
+                    self._warn()
             elif self._timers[0][2] is handle:
                 self._wakes.notify()
         return handle
+
+    def _warn(self) -> None:
+        if not (self._is_warned or is_ending()):
+            self._is_warned = True
+            log.error("this process can start no thread: leases are renewed late, and ends are stored late")
 
     def _tick(self) -> None:
         while True:
@@ -314,9 +492,14 @@ class ThreadRuntime:
                 _, _, handle, work = heapq.heappop(self._timers)
             if not handle.is_cancelled:
                 try:
-                    self._executor(background=True).submit(_logged, work)
-                except RuntimeError:
-                    return  # the interpreter is ending
+                    self._background.submit(lambda own=work: _logged(own))  # type: ignore[misc]
+                except NoThread:
+                    if is_ending():
+                        return
+                    self._warn()
+                    with self._wakes:
+                        again_at = time.monotonic() + NO_THREAD_PAUSE
+                        heapq.heappush(self._timers, (again_at, next(self._numbers), handle, work))
 
     def event(self) -> Event:
         return _ThreadEvent()
