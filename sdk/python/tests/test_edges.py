@@ -217,7 +217,7 @@ async def test_a_lost_claim_does_not_take_over_an_attempt_of_this_process() -> N
     engine._doubts[record] = [(claim_of(record), policy, time.monotonic() + 60)]
     own = claim_of(record, lease_ms=200)
     permit = Permit(engine, own, await store.claim(own), policy, Moment.now())
-    engine._running[record] = time.monotonic()
+    engine._running[record] = permit
     await asyncio.sleep(0.5)
     assert await engine._settle_doubts(record) == "elsewhere"
     assert await permit.complete("completed", b"response") == "stored"
@@ -632,3 +632,35 @@ def test_a_record_in_memory_has_one_entry_for_its_expiry() -> None:
         claimed = run_blocking(store.claim(claim_of(record)))
         run_blocking(store.release(record, claimed.token, 120_000))
     assert len(store._expiries) <= 3
+
+
+async def test_an_end_that_is_stored_twice_leaves_a_later_attempt_alone() -> None:
+    """The process forgot the later one, so that `store_outage="open"` executed next to it, and `drain` did not wait for it."""
+    first_release, slow_reply = asyncio.Event(), asyncio.Event()
+
+    class Slow(Store):
+        is_away, releases = True, 0
+
+        async def release(self, *arguments: Any) -> Any:
+            if self.is_away:
+                raise StoreUnavailable("away")
+            released = await super().release(*arguments)
+            self.releases += 1
+            if self.releases == 1:
+                first_release.set()
+                await slow_reply.wait()
+            return released
+
+    store, record, policy = Slow(), secrets.token_bytes(32), Policy(wait=0)
+    engine = engine_of(store, blocking=False)
+    permit: Any = await engine.claim(record, ONE, policy)
+    assert await permit.release() == "not-stored"
+    store.is_away = False
+    await asyncio.wait_for(first_release.wait(), 30)
+    later: Any = await engine.claim(record, ONE, policy)
+    assert isinstance(later, Permit)
+    slow_reply.set()
+    await asyncio.sleep(0.05)
+    assert (store.releases, engine.is_running(record)) == (2, True)
+    assert await later.release() == "stored"
+    assert not engine.is_running(record)

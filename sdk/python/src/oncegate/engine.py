@@ -176,6 +176,7 @@ class Permit:
         "_leased_at",
         "_timer",
         "attempt",
+        "began_at",
         "is_fenced",
         "is_released",
         "lost_claim",
@@ -188,6 +189,7 @@ class Permit:
         )
         self.attempt.seal_keys = getattr(engine.store, "seal_keys", None)
         self.policy = policy
+        self.began_at = 0.0
         self.is_fenced = False
         self.is_released = False
         """True if the store has released the record."""
@@ -330,7 +332,7 @@ class Engine:
                 "as psycopg_pool.ConnectionPool or redis.Redis"
             )
         self._lock = threading.Lock()
-        self._running: dict[bytes, float] = {}
+        self._running: dict[bytes, Permit] = {}
         # The process of those: a program may make its middleware, and then fork workers.
         self._process = os.getpid()
         self._waiters: defaultdict[bytes, list[Event]] = defaultdict(list)
@@ -665,8 +667,9 @@ class Engine:
                     permit = Permit(self, claim, claimed, policy, asked_at)
                     if is_doubtful:
                         permit.lost_claim = claim
+                    permit.began_at = began_at
                     with self._lock:
-                        self._running[record] = began_at
+                        self._running[record] = permit
                         self._process = os.getpid()
                     self._purge_soon()
                     try:
@@ -692,7 +695,8 @@ class Engine:
             if now >= deadline or self._waiting >= MAX_WAITERS:
                 if is_doubtful:
                     self._doubt(claim, policy)
-                since = self._running.get(record, began_at)
+                owner = self._running.get(record)
+                since = began_at if owner is None else owner.began_at
                 return Reply("in-progress", lease_left=left, running_for=now - since)
             await self._wait(record, min(pause, deadline - now, max(left, POLL_FIRST)))
             pause = min(pause * 2, POLL_LAST)
@@ -733,7 +737,9 @@ class Engine:
         """Ends an attempt of this process without a word to the store."""
         permit.end()
         with self._lock:
-            self._running.pop(permit.attempt.record, None)
+            # The record may be that of a later attempt by now.
+            if self._running.get(permit.attempt.record) is permit:
+                del self._running[permit.attempt.record]
             waiters = list(self._waiters.get(permit.attempt.record, ())) if self._waiters else ()
         for waiter in waiters:
             waiter.set()
@@ -1065,9 +1071,11 @@ class Engine:
                 return False
             log.exception("record %s: the store never took its end", record.hex())
         with self._lock:
-            if self._pending.get(record) is pending:
-                del self._pending[record]
-                self._deferred_bytes -= len(pending.response or b"")
+            if self._pending.get(record) is not pending:
+                # Another call has settled it meanwhile.
+                return True
+            del self._pending[record]
+            self._deferred_bytes -= len(pending.response or b"")
         self.leave(pending.permit)
         return True
 

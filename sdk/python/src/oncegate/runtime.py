@@ -74,8 +74,8 @@ def is_ending() -> bool:
 class Threads:
     """Threads that are started when they are needed, and anew in a process that was forked.
 
-    The end of the interpreter does not wait for them, as it does for those of `concurrent.futures`: one may wait for a server that
-    never answers.
+    The end of the interpreter does not wait for them, as it does for those of `concurrent.futures`: one of them may wait for a
+    server that never answers.
     """
 
     def __init__(self, most: int, name: str) -> None:
