@@ -40,6 +40,8 @@ from .errors import (
 from .identity import downstream_key
 from .ids import MARK, IdGuard, Ids
 from .runtime import (
+    MAX_LAG,
+    Call,
     Event,
     Handle,
     LoopRuntime,
@@ -225,7 +227,8 @@ class Permit:
         settled = await self._engine.call(
             attempt.record,
             lambda: self._engine.store.renew(attempt.record, attempt.token, policy.lease_ms, policy.retention_ms),
-            min(policy.store_timeout, max(policy.lease / 3, 0.1)),
+            policy.store_timeout,
+            at_most=max(policy.lease / 3, 0.1),
         )
         if settled == "renewed":
             self._leased_at = asked_at
@@ -276,6 +279,17 @@ class Permit:
         return "stored"
 
 
+class _Asker:
+    """A request that asks for permission to execute."""
+
+    __slots__ = ("has_owner",)
+
+    def __init__(self) -> None:
+        self.has_owner = False
+        """True if another attempt is known to own the record, or to have owned it since the request came. Then nothing executes
+        without protection."""
+
+
 class _Late(StoreUnavailable):
     """The store took the whole time that a call may take. A client has waited long enough for it."""
 
@@ -287,6 +301,8 @@ class _Breaker:
     part: str
     failures: int = 0
     open_until: float = 0.0
+    # When it answered last, with a value or an error.
+    answered_at: float = 0.0
     # True if the last failure was that of a server that was reached.
     is_reached: bool = False
 
@@ -313,10 +329,9 @@ class _Pending:
     is_by_record: bool = False
 
 
-def _left(policy: Policy, last_until: float | None) -> float:
-    """The time limit of a call that ends at `last_until` at the latest."""
-    left = policy.store_timeout if last_until is None else last_until - time.monotonic()
-    return max(0.01, min(policy.store_timeout, left))
+def _left(last_until: float | None) -> float:
+    """The time for a call that ends at `last_until` at the latest."""
+    return float("inf") if last_until is None else max(0.01, last_until - time.monotonic())
 
 
 class Engine:
@@ -339,6 +354,7 @@ class Engine:
         self._waiting = 0
         # Claims under way, and duplicates that wait: what they are for may still begin.
         self._claiming = 0
+        self._askers: dict[bytes, list[_Asker]] = {}
         # Claims whose replies were lost: several about one record, if duplicates lose theirs at the same time.
         self._doubts: dict[bytes, list[tuple[Claim, Policy, float]]] = {}
         self._number_of_doubts = 0
@@ -366,50 +382,72 @@ class Engine:
     # Calls of the store
 
     async def call(
-        self, record: bytes, work: Work[T], timeout: float, *, guarded: bool = False, again: bool = False
+        self,
+        record: bytes,
+        work: Work[T],
+        timeout: float,
+        *,
+        at_most: float = float("inf"),
+        guarded: bool = False,
+        again: bool = False,
     ) -> T:
-        """One call of the store about a record, with a time limit.
+        """One call of the store about a record, with the time limit of the store, or a shorter one (`at_most`).
 
         `guarded` calls are refused while the part of the store that has the record does not answer. Calls `again` are sent again
         while their connections break, as a pool may have several that are of no use any more.
+
+        Time that has run out says that the store is away if it was that of the store, no part of it was lost in this process, and
+        the store has not answered anything else meanwhile.
         """
         breaker = self._breaker_of(record)
         if guarded:
             self._check_breaker(breaker)
+        limit, began_at, own = min(timeout, at_most), time.monotonic(), Call()
         try:
             if self.is_immediate:
                 return await work()
             try:
-                result = await self._send(work, timeout)
+                result = await self._send(work, limit, own)
             except StoreUnavailable as error:
                 if not (again and error.is_broken):
                     raise
-                result = await self._send_again(work, timeout, error)
+                result = await self._send_again(work, limit, error)
         except (RecordCorrupt, ResponseSealed, StoreRefused):
-            breaker.failures = 0
+            self._answered(breaker)
             raise
         except NoThread as error:
             raise StoreUnavailable(str(error), is_unsent=True, is_reached=True) from error
         except TimeoutError as error:
-            # Such as a pool that waits for a connection.
-            is_own = is_used_up()
-            self._failed(breaker, is_reached=is_own)
-            raise _Late(f"the store did not answer within {timeout:g} s", is_reached=is_own) from error
+            is_away = limit >= timeout and self._is_silent(breaker, began_at, own)
+            if limit >= timeout and not own.is_own_delay:
+                self._failed(breaker, is_reached=not is_away)
+            raise _Late(f"the store did not answer within {limit:g} s", is_reached=not is_away) from error
         except StoreUnavailable as error:
-            if error.is_reached and not error.is_broken:
-                # It answers.
-                breaker.failures = 0
+            if error.timed_out:
+                is_whole = error.timed_out == "connect" or time.monotonic() - began_at > timeout - MAX_LAG
+                error.is_reached = not (is_whole and self._is_silent(breaker, began_at, own))
+                if not own.is_own_delay:
+                    self._failed(breaker, is_reached=error.is_reached)
+            elif error.is_reached and not error.is_broken:
+                self._answered(breaker)
             else:
                 self._failed(breaker, is_reached=error.is_broken)
             raise
-        breaker.failures = 0
+        self._answered(breaker)
         return result
 
-    async def _send(self, work: Work[T], timeout: float) -> T:
+    def _answered(self, breaker: _Breaker) -> None:
+        breaker.failures, breaker.answered_at = 0, time.monotonic()
+
+    def _is_silent(self, breaker: _Breaker, began_at: float, own: Call) -> bool:
+        """True if a call has run out of time because its part of the store is away."""
+        return not own.is_own_delay and breaker.answered_at < began_at and not is_used_up()
+
+    async def _send(self, work: Work[T], timeout: float, own: Call) -> T:
         if self._is_prompt:
-            with TimeLimit(timeout):
+            with TimeLimit(timeout, own):
                 return await work()
-        return await self.runtime.call(work, timeout, in_thread=self.store.is_blocking)
+        return await self.runtime.call(work, timeout, in_thread=self.store.is_blocking, call=own)
 
     async def _send_again(self, work: Work[T], timeout: float, error: StoreUnavailable) -> T:
         """Sends a call again whose connection broke, for a short time: an own limit, because a client waits for each of them."""
@@ -420,13 +458,8 @@ class Engine:
             await self.runtime.sleep(pause)
             pause = min(pause * 2, AGAIN_LAST)
             try:
-                return await self._send(work, left)
-            except TimeoutError:
-                if left < timeout / 2:
-                    # It had little time.
-                    break
-                raise
-            except NoThread:
+                return await self._send(work, left, Call())
+            except (TimeoutError, NoThread):
                 break
             except StoreUnavailable as other:
                 if not other.is_broken:
@@ -593,16 +626,33 @@ class Engine:
         key_tag: bytes | None = None,
     ) -> Permit | Reply:
         """Asks for permission to execute. Waits for another owner for `policy.wait`. Raises :class:`StoreError`."""
+        asker = _Asker()
         with self._lock:
             self._claiming += 1
+            self._askers.setdefault(record, []).append(asker)
+            asker.has_owner = record in self._running or record in self._pending
         try:
-            return await self._claim(record, fingerprint, policy, caller, operation, key_tag)
+            return await self._claim(record, fingerprint, policy, caller, operation, key_tag, asker)
+        except StoreUnavailable as error:
+            error.is_reached = error.is_reached or asker.has_owner
+            raise
         finally:
             with self._lock:
                 self._claiming -= 1
+                askers = self._askers[record]
+                askers.remove(asker)
+                if not askers:
+                    del self._askers[record]
 
     async def _claim(
-        self, record: bytes, fingerprint: bytes, policy: Policy, caller: bytes, operation: str, key_tag: bytes | None
+        self,
+        record: bytes,
+        fingerprint: bytes,
+        policy: Policy,
+        caller: bytes,
+        operation: str,
+        key_tag: bytes | None,
+        asker: _Asker,
     ) -> Permit | Reply:
         if len(self._pending) + self._number_of_doubts >= MAX_UNSETTLED:
             raise StoreUnavailable("too many earlier attempts have no recorded end yet", is_full=True)
@@ -670,6 +720,8 @@ class Engine:
                     permit.began_at = began_at
                     with self._lock:
                         self._running[record] = permit
+                        for other in self._askers.get(record, ()):
+                            other.has_owner = True
                         self._process = os.getpid()
                     self._purge_soon()
                     try:
@@ -684,7 +736,7 @@ class Engine:
                 case "replay":
                     return Reply("replay", claimed.response)
                 case "in-progress" | "locked":
-                    pass
+                    asker.has_owner = True
                 case "mismatch" | "unknown" | "unreplayable":
                     if is_doubtful and claimed.outcome == "mismatch":
                         # The store has answered. The claim that was lost may be granted later, if the other one is released.
@@ -799,12 +851,15 @@ class Engine:
             # As in `_own_record`: if the lease of the attempt has ended, the claim would take it over.
             return "elsewhere"
         try:
-            claimed = await self.call(record, lambda: self.store.claim(claim), _left(policy, last_until), again=True)
+            claimed = await self.call(
+                record, lambda: self.store.claim(claim), policy.store_timeout, at_most=_left(last_until), again=True
+            )
             if claimed.outcome == "execute" and not claimed.after_abandoned:
                 settled = await self.call(
                     record,
                     lambda: self.store.release(record, claimed.token, policy.released_ms),
-                    _left(policy, last_until),
+                    policy.store_timeout,
+                    at_most=_left(last_until),
                 )
                 if settled == "locked":
                     return "elsewhere"
@@ -893,17 +948,22 @@ class Engine:
             return None
 
         try:
-            found = await self.call(record, lambda: self.store.lookup(record), _left(policy, last_until))
+            found = await self.call(
+                record, lambda: self.store.lookup(record), policy.store_timeout, at_most=_left(last_until)
+            )
             if found is not None and found.state == "in-progress" and found.attempt == claim.attempt:
                 # Only the store says if an earlier attempt was abandoned. Then the lease runs out: each look would extend it.
-                claimed = await self.call(record, lambda: self.store.claim(claim), _left(policy, last_until))
+                claimed = await self.call(
+                    record, lambda: self.store.claim(claim), policy.store_timeout, at_most=_left(last_until)
+                )
                 if claimed.after_abandoned:
                     self._forget_late(late)
                 elif claimed.outcome == "execute":
                     await self.call(
                         record,
                         lambda: self.store.release(record, claimed.token, policy.released_ms),
-                        _left(policy, last_until),
+                        policy.store_timeout,
+                        at_most=_left(last_until),
                     )
                     log.info(
                         "record %s: a claim that came late, and under which nothing ran, was released", record.hex()

@@ -14,9 +14,11 @@ import itertools
 import logging
 import os
 import queue
+import re
+import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from concurrent import futures
 from typing import Any, Protocol, TypeVar
 
@@ -37,18 +39,52 @@ LONG, STEP = 1.0, 0.05
 
 # The process, or the machine, has no file descriptors or memory for a connection.
 USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+# The errors of connecting that say that a server is away. The negative ones are those of a name that is not found. Every other
+# one, known or not, may be that of this process.
+AWAY = frozenset(
+    (
+        *(errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT),
+        *(socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)),
+    )
+)
+# The time for which an error of `USED_UP` makes others doubtful, in seconds.
+USED_UP_FOR = 5.0
+# A process that cannot open so many at a time has none left.
+FEW_DESCRIPTORS = 8
+_used_up_at = -USED_UP_FOR
 
 
 def is_used_up() -> bool:
-    """True if this process can open nothing, so that an error does not tell if a server is away. Clients may have caused it.
+    """True if this process can open nothing, or could not lately, so that an error does not tell if a server is away. Clients may
+    have caused it.
 
     The name of a server is not found either then, for example.
     """
+    global _used_up_at
+    now, opened = time.monotonic(), list[int]()
     try:
-        os.close(os.open(os.devnull, os.O_RDONLY))
+        # Several, as the others come and go.
+        for _ in range(FEW_DESCRIPTORS):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
     except OSError:
-        return True
-    return False
+        _used_up_at = now
+    for descriptor in opened:
+        os.close(descriptor)
+    return now < _used_up_at + USED_UP_FOR
+
+
+def says_away(numbers: Collection[int], *, is_socket_file: bool = False) -> bool:
+    """True if the errors of all attempts to connect say that the server is away."""
+    global _used_up_at
+    if USED_UP & set(numbers):
+        _used_up_at = time.monotonic()
+    allowed = AWAY | {errno.ENOENT} if is_socket_file else AWAY
+    return bool(numbers) and allowed.issuperset(numbers)
+
+
+def numbers_of(text: str) -> list[int]:
+    """Those in a text of several errors, such as `Multiple exceptions: [Errno 111] …, [Errno 24] …`."""
+    return [int(number) for number in re.findall(r"\[Errno (-?\d+)\]", text)]
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
