@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import gc
 import io
 import secrets
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +21,7 @@ import oncegate
 from oncegate import IdempotencyMiddleware, MemoryStore, asgi, current_attempt, http, runtime, wsgi
 from oncegate.clocks import Moment
 from oncegate.engine import Permit, Policy, Reply, engine_of
+from oncegate.engine import _Pending as Pending
 from oncegate.errors import StoreUnavailable
 from oncegate.runtime import run_blocking
 from oncegate.store import Claim, Claimed, StoredRecord
@@ -664,3 +670,95 @@ async def test_an_end_that_is_stored_twice_leaves_a_later_attempt_alone() -> Non
     assert (store.releases, engine.is_running(record)) == (2, True)
     assert await later.release() == "stored"
     assert not engine.is_running(record)
+
+
+async def test_a_drain_ends_in_time_if_the_store_does_not_answer() -> None:
+    """It waited for each end that was not stored."""
+
+    class Hangs(Store):
+        hangs = False
+
+        async def complete(self, *arguments: Any) -> Any:
+            if self.hangs:
+                await asyncio.sleep(3600)
+            return await super().complete(*arguments)
+
+    store = Hangs()
+    engine = engine_of(store, blocking=False)
+    permits: list[Any] = [await engine.claim(secrets.token_bytes(32), ONE, Policy(store_timeout=1)) for _ in range(20)]
+    store.hangs = True
+    for permit in permits:
+        engine._defer(permit, "completed", b"response")
+    began_at = time.monotonic()
+    assert not await oncegate.drain(store, 0.5)
+    assert time.monotonic() - began_at < 10
+    store.hangs = False
+    assert await oncegate.drain(store, 60)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_drain_stores_several_ends_at_a_time(blocking: bool) -> None:
+    together: Any = threading.Barrier(4) if blocking else None
+
+    class Together(Store):
+        is_blocking = blocking
+
+        async def complete(self, *arguments: Any) -> Any:
+            if blocking:
+                together.wait(30)
+            else:
+                await together.wait()
+            return await MemoryStore.complete(self, *arguments)
+
+    async def drained() -> bool:
+        nonlocal together
+        together = together or asyncio.Barrier(4)
+        store = Together()
+        engine = engine_of(store, blocking=blocking)
+        permits: list[Any] = [await engine.claim(secrets.token_bytes(32), ONE, Policy(store_timeout=20)) for _ in range(4)]
+        for permit in permits:
+            # Not by their timers, which would come at the same time.
+            engine._pending[permit.attempt.record] = Pending(permit, "completed", b"", time.monotonic() + 60)
+        return oncegate.drain_blocking(store, 20) if blocking else await oncegate.drain(store, 20)
+
+    assert run_blocking(drained()) if blocking else asyncio.run(drained())
+
+
+HANGS = """
+import time, oncegate
+class Hangs(oncegate.MemoryStore):
+    is_immediate, is_blocking = False, True
+    async def claim(self, claim):
+        time.sleep(3600)
+@oncegate.idempotent(name="job", key=lambda key: key, store=Hangs(), service="shop", store_timeout=0.2)
+def job(key): ...
+try:
+    oncegate.drain_blocking(oncegate.MemoryStore())
+    job("k")
+except oncegate.StoreError:
+    print("failed", flush=True)
+"""
+
+
+def test_a_blocking_program_ends_although_its_store_never_answers() -> None:
+    """The interpreter waited for the thread of the call, without a limit."""
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "failed\n"
+
+
+async def test_a_store_that_the_program_has_given_up_does_not_stay() -> None:
+    def run(number: int) -> Any:
+        store = MemoryStore()
+
+        @oncegate.idempotent(name="charge", key=lambda key: key, store=store, service="shop")
+        def charge(key: str) -> str:
+            return key
+
+        assert charge("a") == charge("a") == "a"
+        copied = copy.copy(store)
+        assert engine_of(copied, blocking=True).store is copied
+        return weakref.ref(store)
+
+    stores = [run(number) for number in range(3)]
+    gc.collect()
+    assert [store() for store in stores] == [None] * 3

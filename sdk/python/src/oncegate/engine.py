@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import multiprocessing
 import os
@@ -63,6 +64,7 @@ MAX_WAITERS = 1000
 MAX_UNSETTLED = 65_536
 MAX_DEFERRED_BYTES = 256 * 1024 * 1024
 RETRY_LAST = 5.0
+SETTLED_AT_ONCE = 16
 # The time for which calls are sent again because their connections broke, and the pauses between them, in seconds.
 AGAIN_FOR, AGAIN_FIRST, AGAIN_LAST = 0.25, 0.01, 0.04
 # Claims that were sent again and released: their first messages may still be on their way, such as in the buffer of a server that
@@ -572,7 +574,18 @@ class Engine:
                 return
             self._purge_at = now + 3 * PURGE_EVERY + PURGE_TIMEOUT
         # Processes that start together do not purge together.
-        self.runtime.later(random.uniform(0, PURGE_EVERY / 5), self._purge_once)
+        self._purge_in(random.uniform(0, PURGE_EVERY / 5))
+
+    def _purge_in(self, pause: float) -> None:
+        # The timer does not keep a store that the program has given up.
+        engine = weakref.ref(self)
+
+        async def purge() -> None:
+            own = engine()
+            if own is not None:
+                await own._purge_once()
+
+        self.runtime.later(pause, purge)
 
     async def _purge_once(self) -> None:
         purge = self._purge
@@ -591,7 +604,7 @@ class Engine:
             log.debug("a purge failed and will be tried again: %s", type(error).__name__)
         with self._lock:
             self._purge_at = time.monotonic() + pause + 2 * PURGE_EVERY + PURGE_TIMEOUT
-        self.runtime.later(pause, self._purge_once)
+        self._purge_in(pause)
 
     # Claims
 
@@ -1002,13 +1015,16 @@ class Engine:
 
     # Ends
 
-    async def _end(self, permit: Permit, state: EndState | None, response: bytes | None) -> Settled:
+    async def _end(
+        self, permit: Permit, state: EndState | None, response: bytes | None, last_until: float | None = None
+    ) -> Settled:
         record, token, policy = permit.attempt.record, permit.attempt.token, permit.policy
         if state is None:
             settled = await self.call(
                 record,
                 lambda: self.store.release(record, token, policy.released_ms),
                 policy.store_timeout,
+                at_most=_left(last_until),
                 again=True,
             )
             if settled == "released":
@@ -1018,21 +1034,27 @@ class Engine:
             record,
             lambda: self.store.complete(record, token, state, response, policy.retention_ms),
             policy.store_timeout,
+            at_most=_left(last_until),
             again=True,
         )
 
-    async def _end_by_record(self, pending: _Pending) -> Settled:
+    async def _end_by_record(self, pending: _Pending, last_until: float | None) -> Settled:
         """The end of an attempt that has completed its record in its own transaction. What was committed there is not changed.
 
         Only the response that the transaction left out is added, and what was rolled back frees the key.
         """
         permit, state = pending.permit, pending.state
         attempt = permit.attempt
-        record = await self.call(attempt.record, lambda: self.store.lookup(attempt.record), permit.policy.store_timeout)
+        record = await self.call(
+            attempt.record,
+            lambda: self.store.lookup(attempt.record),
+            permit.policy.store_timeout,
+            at_most=_left(last_until),
+        )
         if record is None or record.token != attempt.token:
             return "fenced"
         if record.state == "awaited" and state is not None:
-            return await self._end(permit, state, pending.response)
+            return await self._end(permit, state, pending.response, last_until)
         if record.state != "in-progress":
             return "fenced"
         if attempt.is_after_abandoned:
@@ -1043,9 +1065,10 @@ class Engine:
                 attempt.record,
                 lambda: self.store.renew(attempt.record, attempt.token, policy.lease_ms, policy.retention_ms),
                 policy.store_timeout,
+                at_most=_left(last_until),
             )
             return "fenced" if held == "renewed" else "locked"
-        settled = await self._end(permit, None, None)
+        settled = await self._end(permit, None, None, last_until)
         # A commit may have come between the two: the next look tells.
         return "locked" if settled == "fenced" else settled
 
@@ -1114,21 +1137,23 @@ class Engine:
 
         self.runtime.later(pending.pause, again)
 
-    async def _settle_pending(self, pending: _Pending) -> bool:
+    async def _settle_pending(self, pending: _Pending, last_until: float | None = None) -> bool | None:
+        """True if the end is stored, or was given up. None if the store did not answer in time. No call takes longer than until
+        `last_until`."""
         record = pending.permit.attempt.record
         if self._pending.get(record) is not pending:
             return True
         try:
             if pending.is_by_record:
-                settled = await self._end_by_record(pending)
+                settled = await self._end_by_record(pending, last_until)
             else:
-                settled = await self._end(pending.permit, pending.state, pending.response)
+                settled = await self._end(pending.permit, pending.state, pending.response, last_until)
             if settled == "locked":
                 return False
             log.info("record %s: the store took its end after all: %s", record.hex(), settled)
-        except StoreError:
+        except StoreError as error:
             if time.monotonic() < pending.until:
-                return False
+                return None if isinstance(error, _Late) else False
             log.exception("record %s: the store never took its end", record.hex())
         with self._lock:
             if self._pending.get(record) is not pending:
@@ -1139,6 +1164,15 @@ class Engine:
         self.leave(pending.permit)
         return True
 
+    async def _settle_all(self, last_until: float) -> None:
+        """Stores the ends that are not stored yet, several at a time, until one is late: the others would wait as long."""
+        pending = list(self._pending.values())
+        while pending and time.monotonic() < last_until:
+            some, pending = pending[:SETTLED_AT_ONCE], pending[SETTLED_AT_ONCE:]
+            ends = await self.runtime.each([lambda one=one: self._settle_pending(one, last_until) for one in some])  # type: ignore[misc]
+            if None in ends:
+                return
+
     async def drain(self, timeout: float) -> bool:
         """Waits until no attempt of this process runs or may still begin, and every end is stored. False if that takes longer."""
         deadline, pause = time.monotonic() + timeout, 0.02
@@ -1146,9 +1180,8 @@ class Engine:
             if time.monotonic() >= deadline:
                 return False
             # The timers may have ended with the program already.
-            for pending in list(self._pending.values()):
-                await self._settle_pending(pending)
-            await self.runtime.sleep(pause)
+            await self._settle_all(deadline)
+            await self.runtime.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(pause * 1.5, 0.5)
         # Once: a store that is away, or a claim that most likely never arrives, does not keep the process from ending.
         for record in list(self._doubts):
@@ -1174,25 +1207,55 @@ class Engine:
                 return
             self._drains_at_exit = True
 
+        # What is not stored yet is in the timers, so that an engine that is gone has nothing to wait for.
+        engine = weakref.ref(self)
+
         def drain() -> None:
-            # A handler may fork: the attempts of the parent are none of the child's.
-            if os.getpid() != self._process or not (self._running or self._pending or self._doubts):
-                return
-            is_stored = False
-            if isinstance(self.runtime, ThreadRuntime):
-                log.warning("the process waits up to %g s until its last outcomes are stored", timeout)
-                is_stored = run_blocking(self.drain(timeout))
-            if not is_stored:
-                for record in [*self._running, *self._pending][:100]:
-                    log.error("record %s: its end is not stored, so its outcome will be unknown", record.hex())
+            own = engine()
+            if own is not None:
+                own._drain_last(timeout)
 
         atexit.register(drain)
+        weakref.finalize(self, atexit.unregister, drain).atexit = False
+
+    def _drain_last(self, timeout: float) -> None:
+        # A handler may fork: the attempts of the parent are none of the child's.
+        if os.getpid() != self._process or not (self._running or self._pending or self._doubts):
+            return
+        is_stored = False
+        if isinstance(self.runtime, ThreadRuntime):
+            left = max(0.0, _exit_began_at() + timeout - time.monotonic())
+            log.warning("the process waits up to %g s until its last outcomes are stored", left)
+            is_stored = run_blocking(self.drain(left))
+        if not is_stored:
+            for record in [*self._running, *self._pending][:100]:
+                log.error("record %s: its end is not stored, so its outcome will be unknown", record.hex())
+
+
+@functools.cache
+def _exit_began_at() -> float:
+    """When the first engine began to wait at the exit of the process. The others do not wait longer than it."""
+    return time.monotonic()
 
 
 _LOOP, _THREADS = LoopRuntime(), ThreadRuntime()
 PLAIN = Ids()
-_ENGINES: weakref.WeakKeyDictionary[Any, dict[tuple[str, Ids], Engine]] = weakref.WeakKeyDictionary()
+_Engines = dict[tuple[str, Ids], Engine]
+# Those of stores that take no attributes, which stay in memory with their engines.
+_ENGINES: weakref.WeakKeyDictionary[Any, _Engines] = weakref.WeakKeyDictionary()
 _ENGINES_LOCK = threading.Lock()
+
+
+def _engines_of(store: Any) -> _Engines:
+    """The engines of a store. They are in the store itself, because they refer to it."""
+    attributes = getattr(store, "__dict__", None)
+    if attributes is None:
+        return _ENGINES.setdefault(store, {})
+    engines: _Engines = attributes.setdefault("_oncegate_engines", {})
+    if any(engine.store is not store for engine in engines.values()):
+        # A copy of another store has its attributes.
+        engines = attributes["_oncegate_engines"] = {}
+    return engines
 
 
 def check_store(store: Any) -> None:
@@ -1216,7 +1279,7 @@ def engine_of(store: Any, *, blocking: bool, ids: Ids = PLAIN) -> Engine:
     """The engine of a store in this process: all middlewares and functions on one store and with one id secret share it."""
     check_store(store)
     with _ENGINES_LOCK:
-        engines = _ENGINES.setdefault(store, {})
+        engines = _engines_of(store)
         kind = ("threads" if blocking else "loop", ids)
         if kind not in engines:
             if not engines and _is_one_of_several(store):
@@ -1246,7 +1309,7 @@ async def _drain(store: Store, timeout: float, runtime: Runtime) -> bool:
     check_store(store)
     deadline = time.monotonic() + timeout
     with _ENGINES_LOCK:
-        engines = [engine for engine in _ENGINES.get(store, {}).values() if engine.runtime is runtime]
+        engines = [engine for engine in _engines_of(store).values() if engine.runtime is runtime]
     return all([await engine.drain(max(0.0, deadline - time.monotonic())) for engine in engines])
 
 

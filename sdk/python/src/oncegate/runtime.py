@@ -426,13 +426,18 @@ class _ThreadEvent:
 
 
 class _TimerHandle:
-    __slots__ = ("is_cancelled",)
+    __slots__ = ("work",)
 
-    def __init__(self) -> None:
-        self.is_cancelled = False
+    def __init__(self, work: Work[Any]) -> None:
+        self.work: Work[Any] | None = work
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.work is None
 
     def cancel(self) -> None:
-        self.is_cancelled = True
+        # It stays in the heap until it is due, and its work must not.
+        self.work = None
 
 
 class ThreadRuntime:
@@ -449,7 +454,7 @@ class ThreadRuntime:
     def _reset(self) -> None:
         self._process = os.getpid()
         self._wakes = threading.Condition(threading.Lock())
-        self._timers: list[tuple[float, int, _TimerHandle, Work[Any]]] = []
+        self._timers: list[tuple[float, int, _TimerHandle]] = []
         self._most_timers = MOST_TIMERS
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
@@ -495,14 +500,14 @@ class ThreadRuntime:
         with self._lock:
             if self._process != os.getpid():
                 self._reset()
-        handle = _TimerHandle()
+        handle = _TimerHandle(work)
         with self._wakes:
             if len(self._timers) >= self._most_timers:
                 # Those of attempts that have ended would stay until a third of their leases is over.
                 self._timers = [timer for timer in self._timers if not timer[2].is_cancelled]
                 heapq.heapify(self._timers)
                 self._most_timers = max(MOST_TIMERS, 2 * len(self._timers))
-            heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), handle, work))
+            heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), handle))
             if self._thread is None or not self._thread.is_alive():
                 thread = threading.Thread(target=self._tick, name="oncegate-timers", daemon=True)
                 try:
@@ -525,8 +530,9 @@ class ThreadRuntime:
             with self._wakes:
                 while not self._timers or self._timers[0][0] > time.monotonic():
                     self._wakes.wait(self._timers[0][0] - time.monotonic() if self._timers else None)
-                _, _, handle, work = heapq.heappop(self._timers)
-            if not handle.is_cancelled:
+                _, _, handle = heapq.heappop(self._timers)
+            work = handle.work
+            if work is not None:
                 try:
                     self._background.submit(lambda own=work: _logged(own))  # type: ignore[misc]
                 except NoThread:
@@ -535,7 +541,9 @@ class ThreadRuntime:
                     self._warn()
                     with self._wakes:
                         again_at = time.monotonic() + NO_THREAD_PAUSE
-                        heapq.heappush(self._timers, (again_at, next(self._numbers), handle, work))
+                        heapq.heappush(self._timers, (again_at, next(self._numbers), handle))
+            # This thread keeps nothing while it waits for the next one.
+            del handle, work
 
     def event(self) -> Event:
         return _ThreadEvent()
