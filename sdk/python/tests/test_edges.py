@@ -672,6 +672,26 @@ async def test_an_end_that_is_stored_twice_leaves_a_later_attempt_alone() -> Non
     assert not engine.is_running(record)
 
 
+@pytest.mark.parametrize("state", ["completed", "tombstone", "unknown"])
+async def test_a_duplicate_gets_the_end_of_an_attempt_that_has_overtaken_one_of_this_process(state: Any) -> None:
+    """It got a 409 for as long as the handler of the earlier one ran, although the store had the outcome."""
+    store, record = Store(), secrets.token_bytes(32)
+    engine, policy = engine_of(store, blocking=False), Policy(wait=0, on_abandoned="reexecute")
+    stale: Any = await engine.claim(record, ONE, policy)
+    stale.end()
+    store._clock = lambda: time.time_ns() // 1_000_000 + 60_000
+    other = await store.claim(claim_of(record, on_abandoned="reexecute"))
+    assert other.token > stale.attempt.token
+    running: Any = await engine.claim(record, ONE, policy)
+    assert running.outcome == "in-progress"
+    response = b"response" if state == "completed" else None
+    await store.complete(record, other.token, state, response, DAY)
+    found: Any = await engine.claim(record, ONE, policy)
+    expected = {"completed": "replay", "tombstone": "unreplayable", "unknown": "unknown"}[state]
+    assert (found.outcome, found.response) == (expected, response or b"")
+    assert await stale.complete("completed", b"late") == "fenced"
+
+
 async def test_a_drain_ends_in_time_if_the_store_does_not_answer() -> None:
     """It waited for each end that was not stored."""
 

@@ -777,8 +777,18 @@ class Engine:
         except StoreUnavailable as error:
             # Nothing was claimed.
             raise StoreUnavailable(str(error), is_unsent=True, is_reached=error.is_reached) from error
-        if stored is not None and stored.state != "released" and stored.fingerprint != claim.fingerprint:
+        if stored is None or stored.state == "released":
+            return Claimed("in-progress", lease_left_ms=policy.lease_ms)
+        if stored.fingerprint != claim.fingerprint:
             return Claimed("mismatch")
+        match stored.state:
+            case "completed" if stored.response is not None:
+                # Such as the end of an attempt that has overtaken the one of this process.
+                return Claimed("replay", response=stored.response)
+            case "completed" | "tombstone":
+                return Claimed("unreplayable")
+            case "unknown":
+                return Claimed("unknown")
         return Claimed("in-progress", lease_left_ms=policy.lease_ms)
 
     async def _wait(self, record: bytes, seconds: float) -> None:
