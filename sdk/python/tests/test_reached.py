@@ -433,3 +433,78 @@ async def test_connections_that_were_ended_are_no_outage(driver: str, postgres: 
             )
         assert [await service.ask(key) for _ in range(3)] == [201] * 3
         assert service.runs == 2
+
+
+class Forgetful:
+    """A network that can forget its connections: nothing arrives on them any more, and nothing says so. New ones work."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.generation = port, 0
+        self.tasks: list[Any] = []
+        self.writers: list[Any] = []
+
+    async def take(self, reader: Any, writer: Any) -> None:
+        own = self.generation
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.port)
+
+        async def pass_on(source: Any, target: Any) -> None:
+            with contextlib.suppress(OSError):
+                while data := await source.read(65_536):
+                    if own == self.generation:
+                        target.write(data)
+                if own == self.generation:
+                    target.close()
+
+        for pair in ((reader, server_writer), (server_reader, writer)):
+            self.tasks.append(asyncio.ensure_future(pass_on(*pair)))
+        self.writers += [writer, server_writer]
+
+    async def close(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg", "psycopg-blocking"])
+async def test_connections_that_died_without_a_word_are_given_up(driver: str, postgres: Any) -> None:
+    """The pool never got them back."""
+    network = Forgetful(postgres.port)
+    server = await asyncio.start_server(network.take, "127.0.0.1", 0)
+    url = postgres.url.replace(str(postgres.port), str(server.sockets[0].getsockname()[1]))
+    pool: Any
+    if driver == "asyncpg":
+        import asyncpg
+
+        pool = await asyncpg.create_pool(url, min_size=1, max_size=1, ssl=False)
+    elif driver == "psycopg":
+        from psycopg_pool import AsyncConnectionPool
+
+        pool = AsyncConnectionPool(url, min_size=1, max_size=1, open=False)
+        await pool.open()
+    else:
+        from psycopg_pool import ConnectionPool
+
+        pool = ConnectionPool(url, min_size=1, max_size=1, open=False)
+        await asyncio.to_thread(pool.open)
+    store = oncegate.PostgresStore(pool)
+    engine = engine_of(store, blocking=False)
+
+    async def is_there() -> bool:
+        try:
+            return await engine.call(bytes(32), lambda: store.lookup(bytes(32)), 0.5) is None
+        except StoreUnavailable:
+            return False
+
+    await until(is_there, "the server is not there")
+    network.generation += 1
+    assert not await is_there()
+    await until(is_there, "the pool did not get its connection back")
+    if driver == "asyncpg":
+        pool.terminate()
+    else:
+        await (pool.close() if driver == "psycopg" else asyncio.to_thread(pool.close))
+    server.close()
+    await network.close()
+    await asyncio.sleep(0.05)

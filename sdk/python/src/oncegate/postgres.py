@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import re
+import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -132,6 +133,13 @@ def _is_broken(error: BaseException, state: str | None) -> bool:
     )
 
 
+def _shut(connection: Any) -> None:
+    """Ends a connection of psycopg on which a call waits that was given up. Its server may be silent for ever, such as behind a
+    firewall that has forgotten the connection, and the pool would not get it back."""
+    with contextlib.suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.shutdown(socket.SHUT_RDWR)
+
+
 def data(value: Any) -> bytes | None:
     return None if value is None else bytes(value)
 
@@ -179,7 +187,9 @@ class PostgresStore:
         return await self._row(statement, arguments)
 
     async def _psycopg(self, statement: str, arguments: tuple[Any, ...]) -> Row:
+        call = CALL.get() or Call()
         async with self.pool.connection() as connection:
+            call.abort = lambda: _shut(connection)
             # A call is a transaction of its own, so that none stays open, with its record, if this process stands still.
             is_own = not connection.autocommit
             if is_own:
@@ -188,19 +198,23 @@ class PostgresStore:
                 cursor = await plain_cursor(connection).execute(percent(statement), arguments)
                 return await cursor.fetchone()
             finally:
+                call.abort = None
                 if is_own and not connection.closed:
                     # The pool closes a connection on which a statement still runs, or rolls back.
                     with contextlib.suppress(Exception):
                         await connection.set_autocommit(False)
 
     async def _psycopg_blocking(self, statement: str, arguments: tuple[Any, ...]) -> Row:
+        call = CALL.get() or Call()
         with self.pool.connection() as connection:
+            call.abort = lambda: _shut(connection)
             is_own = not connection.autocommit
             if is_own:
                 connection.autocommit = True
             try:
                 return plain_cursor(connection).execute(percent(statement), arguments).fetchone()
             finally:
+                call.abort = None
                 if is_own and not connection.closed:
                     with contextlib.suppress(Exception):
                         connection.autocommit = False
