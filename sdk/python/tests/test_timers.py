@@ -146,3 +146,17 @@ async def test_a_call_that_gets_no_thread_is_not_sent(kind: str, monkeypatch: py
     permit: Any = await engine.claim(record, bytes(33), Policy())
     assert store.claims == 1
     assert await permit.release() == "stored"
+
+
+def test_the_delay_of_a_call_is_that_of_this_process_if_it_is_late_at_the_end_or_for_a_part_of_the_time() -> None:
+    def is_own(seconds: float, *late: float, is_last: bool = False) -> bool:
+        call = runtime.Call(seconds)
+        for one in late:
+            call.look(time.monotonic() - one, is_last=is_last)
+        return call.is_own_delay
+
+    assert not is_own(20, 1, 0.5)
+    assert is_own(20, 1, 0.5, 1)
+    assert is_own(20, 0.2, is_last=True)
+    # In a step, so short a time would be late, too.
+    assert is_own(0.3, 0.2)

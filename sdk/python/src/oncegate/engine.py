@@ -404,7 +404,8 @@ class Engine:
         breaker = self._breaker_of(record)
         if guarded:
             self._check_breaker(breaker)
-        limit, began_at, own = min(timeout, at_most), time.monotonic(), Call()
+        limit, began_at = min(timeout, at_most), time.monotonic()
+        own = Call(limit)
         try:
             if self.is_immediate:
                 return await work()

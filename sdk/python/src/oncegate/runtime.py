@@ -29,8 +29,9 @@ log = logging.getLogger("oncegate")
 STORE_THREADS, BODY_THREADS = 32, 2
 # The pause after which a timer is tried again for which no thread could be started, in seconds.
 NO_THREAD_PAUSE = 0.1
-# A call that takes long is looked at in these steps. If this process is late by more than `MAX_LAG`, the delay is its own.
-WATCH_STEP, MAX_LAG = 0.5, 0.1
+# A call that takes long is looked at in these steps. The delay is that of this process if it is late by more than `MAX_LAG` at
+# the end, or by more than a part of the time in all steps.
+WATCH_STEP, MAX_LAG, MAX_LAG_PART = 0.5, 0.1, 0.1
 # The number of timers from which cancelled ones are removed.
 MOST_TIMERS = 1000
 # Timers on an event loop that run for at least a second share one for each 50 ms.
@@ -168,9 +169,10 @@ class Threads:
 class Call:
     """A call of the store that is under way. The store finds it in :data:`CALL`."""
 
-    __slots__ = ("abort", "is_own_delay", "is_waiting")
+    __slots__ = ("_lag", "_max_lag", "abort", "is_own_delay", "is_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0) -> None:
+        self._lag, self._max_lag = 0.0, max(MAX_LAG, seconds * MAX_LAG_PART)
         self.is_waiting = False
         """True while it waits for a thread of this process, or for a connection of a pool that others use."""
         self.is_own_delay = False
@@ -181,11 +183,13 @@ class Call:
     def begins(self, asked_at: float) -> None:
         """It has waited in this process since then."""
         self.is_waiting = False
-        self.look(asked_at)
+        self.look(asked_at, is_last=True)
 
-    def look(self, due: float) -> None:
+    def look(self, due: float, *, is_last: bool) -> None:
         """Called when something should have happened at `due`."""
-        if time.monotonic() - due > MAX_LAG:
+        late = max(0.0, time.monotonic() - due)
+        self._lag += late
+        if self._lag > self._max_lag or (is_last and late > MAX_LAG):
             self.is_own_delay = True
 
     def give_up(self) -> None:
@@ -338,7 +342,7 @@ class TimeLimit:
 
     def _look(self) -> None:
         if self._call is not None:
-            self._call.look(self._due + STEP)
+            self._call.look(self._due + STEP, is_last=self._due == self._until)
 
     def _end(self) -> None:
         self._look()
@@ -363,7 +367,7 @@ class LoopRuntime:
         self._bodies = Threads(BODY_THREADS, "oncegate-bodies")
 
     async def call(self, work: Work[T], timeout: float, *, in_thread: bool, call: Call | None = None) -> T:
-        call = call or Call()
+        call = call or Call(timeout)
         waited: asyncio.Future[T]
         if in_thread:
             waited = asyncio.wrap_future(self._threads.submit(_prepared(work, call)))
@@ -377,7 +381,7 @@ class LoopRuntime:
             due = min(until, time.monotonic() + WATCH_STEP)
             # A driver may take seconds to cancel its command, if its server does not answer. Nobody waits for that.
             await asyncio.wait({waited}, timeout=max(0.0, due - time.monotonic()))
-            call.look(due)
+            call.look(due, is_last=due == until)
             if not waited.done() and time.monotonic() >= until:
                 call.give_up()
                 waited.cancel()
@@ -462,7 +466,7 @@ class ThreadRuntime:
     async def call(self, work: Work[T], timeout: float, *, in_thread: bool, call: Call | None = None) -> T:
         if not in_thread:
             return run_blocking(work())
-        call = call or Call()
+        call = call or Call(timeout)
         try:
             future = self._threads.submit(_prepared(work, call))
         except NoThread:
@@ -473,7 +477,7 @@ class ThreadRuntime:
         while not future.done():
             due = min(until, time.monotonic() + WATCH_STEP)
             futures.wait({future}, max(0.0, due - time.monotonic()))
-            call.look(due)
+            call.look(due, is_last=due == until)
             if not future.done() and time.monotonic() >= until:
                 call.give_up()
                 future.cancel()
