@@ -185,7 +185,7 @@ async def open_store(url: str) -> tuple[Any, Any]:
             async def _connect(self) -> None:
                 if closed:
                     raise OSError("the service is closed")
-                await super()._connect()
+                await super()._connect()  # type: ignore[no-untyped-call]
 
         async def close() -> None:
             nonlocal closed

@@ -14,16 +14,17 @@ from oncegate import IdempotencyMiddleware, PostgresStore, RedisStore
 from oncegate.fastapi import CurrentAttempt, RequiredAttempt
 
 URL, LEDGER = os.environ["STORE"], os.environ["LEDGER"]
+CONNECT_TIMEOUT = float(os.environ.get("CONNECT_TIMEOUT", "1"))
 pool: Any = None
 store: Any
 if URL.startswith("redis"):
     from redis.asyncio import Redis
 
-    store = RedisStore(Redis.from_url(URL, socket_connect_timeout=1))
+    store = RedisStore(Redis.from_url(URL, socket_connect_timeout=CONNECT_TIMEOUT))
 else:
     from psycopg_pool import AsyncConnectionPool
 
-    pool = AsyncConnectionPool(URL, min_size=1, max_size=int(os.environ.get("POOL", "4")), timeout=1, open=False)
+    pool = AsyncConnectionPool(URL, min_size=1, max_size=int(os.environ.get("POOL", "4")), timeout=CONNECT_TIMEOUT, open=False)
     store = PostgresStore(pool)
 
 

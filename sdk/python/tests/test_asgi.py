@@ -10,6 +10,7 @@ import pytest
 
 import oncegate
 from oncegate import IdempotencyMiddleware, MemoryStore, asgi, http
+from oncegate.engine import Permit, Policy, engine_of
 
 Sent = list[Any]
 
@@ -666,3 +667,65 @@ async def test_endless_streams_of_clients_that_left_end_under_uvicorn() -> None:
             task.cancel()
         server.should_exit = True
         await serving
+
+
+@pytest.mark.parametrize("code", [504, 408])
+async def test_a_time_limit_inside_does_not_end_an_attempt_twice(code: int) -> None:
+    """A status that frees the key came after the end that was being stored, and another one left a body without a start."""
+    begun, goes_on, runs = asyncio.Event(), asyncio.Event(), 0
+
+    class Slow(MemoryStore):
+        is_immediate = False
+
+        async def complete(self, *arguments: Any) -> Any:
+            begun.set()
+            await goes_on.wait()
+            return await super().complete(*arguments)
+
+    async def respond(send: Any, number: int, body: bytes) -> None:
+        length = str(len(body)).encode()
+        await send({"type": "http.response.start", "status": number, "headers": [(b"content-length", length)]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def limited(own: Any, receive: Any, send: Any) -> None:
+        nonlocal runs
+        runs += 1
+        handler = asyncio.ensure_future(respond(send, 201, b"made"))
+        await begun.wait()
+        handler.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await handler
+        asyncio.get_running_loop().call_later(0.1, goes_on.set)
+        await respond(send, code, b"")
+
+    app = IdempotencyMiddleware(limited, store=Slow(), service="shop", scope="single-tenant")
+    first = await ask(app, scope())
+    assert [message["type"] for message in first] == ["http.response.start", "http.response.body"]
+    assert (status(first), first[1]["body"], runs) == (201, b"made", 1)
+    again = await ask(app, scope())
+    assert (status(again), again[1]["body"], runs) == (201, b"made", 1)
+
+
+async def test_a_stream_that_a_time_limit_inside_has_given_up_does_not_end_as_if_it_were_whole() -> None:
+    async def limited(own: Any, receive: Any, send: Any) -> None:
+        length = [(b"content-length", b"4"), (b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": b"on", "more_body": True})
+        await send({"type": "http.response.start", "status": 504, "headers": []})
+        await send({"type": "http.response.body", "body": b"late"})
+
+    sent = await ask(guarded(limited), scope())
+    assert [message.get("status", message.get("body")) for message in sent] == [200, b"on"]
+    assert all(message.get("more_body") for message in sent[1:])
+
+
+async def test_an_attempt_has_one_end() -> None:
+    store = MemoryStore()
+    engine = engine_of(store, blocking=False)
+    permit = await engine.claim(bytes(32), bytes(33), Policy())
+    assert isinstance(permit, Permit)
+    assert await permit.complete("completed", b"response") == "stored"
+    assert await permit.release() == await permit.park("a second end") == "not-stored"
+    found = await store.lookup(bytes(32))
+    assert found is not None
+    assert (found.state, found.response) == ("completed", b"response")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import itertools
 import os
 import signal
 import uuid
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -25,6 +27,15 @@ from test_asgi import ask, scope, status
 from test_id_secret import until
 
 pytestmark = pytest.mark.usefixtures("short_looks")
+
+
+@pytest.fixture(autouse=True)
+def abandoned_nodes() -> Iterator[None]:
+    """The asynchronous client of redis-py does not close nodes that it replaces, and warns of them when they are collected."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import gc
 import io
 import secrets
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +21,7 @@ import oncegate
 from oncegate import IdempotencyMiddleware, MemoryStore, asgi, current_attempt, http, runtime, wsgi
 from oncegate.clocks import Moment
 from oncegate.engine import Permit, Policy, Reply, engine_of
+from oncegate.engine import _Pending as Pending
 from oncegate.errors import StoreUnavailable
 from oncegate.runtime import run_blocking
 from oncegate.store import Claim, Claimed, StoredRecord
@@ -74,8 +80,8 @@ async def respond(send: Any, code: int, body: bytes = b"paid", **fields: str) ->
 
 def test_renewals_of_blocking_programs_do_not_wait_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many renewals at a time as there are threads: each of them waits for a call of the store in another thread."""
-    threads = runtime.ThreadRuntime()
     monkeypatch.setattr("oncegate.runtime.STORE_THREADS", 4)
+    threads = runtime.ThreadRuntime()
     together, ended = threading.Barrier(4), []
 
     async def inner() -> None:
@@ -217,7 +223,7 @@ async def test_a_lost_claim_does_not_take_over_an_attempt_of_this_process() -> N
     engine._doubts[record] = [(claim_of(record), policy, time.monotonic() + 60)]
     own = claim_of(record, lease_ms=200)
     permit = Permit(engine, own, await store.claim(own), policy, Moment.now())
-    engine._running[record] = time.monotonic()
+    engine._running[record] = permit
     await asyncio.sleep(0.5)
     assert await engine._settle_doubts(record) == "elsewhere"
     assert await permit.complete("completed", b"response") == "stored"
@@ -372,8 +378,7 @@ async def test_a_request_that_is_cancelled_while_its_transaction_is_open() -> No
             store.is_locked = False
 
     app = made(store, handler)
-    with pytest.raises(TimeoutError):
-        await ask(app, scope())
+    assert status(await ask(app, scope())) == 500
     assert await app.flow.engine.drain(30)
     assert status(await ask(app, scope())) == 201
 
@@ -633,3 +638,147 @@ def test_a_record_in_memory_has_one_entry_for_its_expiry() -> None:
         claimed = run_blocking(store.claim(claim_of(record)))
         run_blocking(store.release(record, claimed.token, 120_000))
     assert len(store._expiries) <= 3
+
+
+async def test_an_end_that_is_stored_twice_leaves_a_later_attempt_alone() -> None:
+    """The process forgot the later one, so that `store_outage="open"` executed next to it, and `drain` did not wait for it."""
+    first_release, slow_reply = asyncio.Event(), asyncio.Event()
+
+    class Slow(Store):
+        is_away, releases = True, 0
+
+        async def release(self, *arguments: Any) -> Any:
+            if self.is_away:
+                raise StoreUnavailable("away")
+            released = await super().release(*arguments)
+            self.releases += 1
+            if self.releases == 1:
+                first_release.set()
+                await slow_reply.wait()
+            return released
+
+    store, record, policy = Slow(), secrets.token_bytes(32), Policy(wait=0)
+    engine = engine_of(store, blocking=False)
+    permit: Any = await engine.claim(record, ONE, policy)
+    assert await permit.release() == "not-stored"
+    store.is_away = False
+    await asyncio.wait_for(first_release.wait(), 30)
+    later: Any = await engine.claim(record, ONE, policy)
+    assert isinstance(later, Permit)
+    slow_reply.set()
+    await asyncio.sleep(0.05)
+    assert (store.releases, engine.is_running(record)) == (2, True)
+    assert await later.release() == "stored"
+    assert not engine.is_running(record)
+
+
+@pytest.mark.parametrize("state", ["completed", "tombstone", "unknown"])
+async def test_a_duplicate_gets_the_end_of_an_attempt_that_has_overtaken_one_of_this_process(state: Any) -> None:
+    """It got a 409 for as long as the handler of the earlier one ran, although the store had the outcome."""
+    store, record = Store(), secrets.token_bytes(32)
+    engine, policy = engine_of(store, blocking=False), Policy(wait=0, on_abandoned="reexecute")
+    stale: Any = await engine.claim(record, ONE, policy)
+    stale.end()
+    store._clock = lambda: time.time_ns() // 1_000_000 + 60_000
+    other = await store.claim(claim_of(record, on_abandoned="reexecute"))
+    assert other.token > stale.attempt.token
+    running: Any = await engine.claim(record, ONE, policy)
+    assert running.outcome == "in-progress"
+    response = b"response" if state == "completed" else None
+    await store.complete(record, other.token, state, response, DAY)
+    found: Any = await engine.claim(record, ONE, policy)
+    expected = {"completed": "replay", "tombstone": "unreplayable", "unknown": "unknown"}[state]
+    assert (found.outcome, found.response) == (expected, response or b"")
+    assert await stale.complete("completed", b"late") == "fenced"
+
+
+async def test_a_drain_ends_in_time_if_the_store_does_not_answer() -> None:
+    """It waited for each end that was not stored."""
+
+    class Hangs(Store):
+        hangs = False
+
+        async def complete(self, *arguments: Any) -> Any:
+            if self.hangs:
+                await asyncio.sleep(3600)
+            return await super().complete(*arguments)
+
+    store = Hangs()
+    engine = engine_of(store, blocking=False)
+    permits: list[Any] = [await engine.claim(secrets.token_bytes(32), ONE, Policy(store_timeout=1)) for _ in range(20)]
+    store.hangs = True
+    for permit in permits:
+        engine._defer(permit, "completed", b"response")
+    began_at = time.monotonic()
+    assert not await oncegate.drain(store, 0.5)
+    assert time.monotonic() - began_at < 10
+    store.hangs = False
+    assert await oncegate.drain(store, 60)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_drain_stores_several_ends_at_a_time(blocking: bool) -> None:
+    together: Any = threading.Barrier(4) if blocking else None
+
+    class Together(Store):
+        is_blocking = blocking
+
+        async def complete(self, *arguments: Any) -> Any:
+            if blocking:
+                together.wait(30)
+            else:
+                await together.wait()
+            return await MemoryStore.complete(self, *arguments)
+
+    async def drained() -> bool:
+        nonlocal together
+        together = together or asyncio.Barrier(4)
+        store = Together()
+        engine = engine_of(store, blocking=blocking)
+        permits: list[Any] = [await engine.claim(secrets.token_bytes(32), ONE, Policy(store_timeout=20)) for _ in range(4)]
+        for permit in permits:
+            # Not by their timers, which would come at the same time.
+            engine._pending[permit.attempt.record] = Pending(permit, "completed", b"", time.monotonic() + 60)
+        return oncegate.drain_blocking(store, 20) if blocking else await oncegate.drain(store, 20)
+
+    assert run_blocking(drained()) if blocking else asyncio.run(drained())
+
+
+HANGS = """
+import time, oncegate
+class Hangs(oncegate.MemoryStore):
+    is_immediate, is_blocking = False, True
+    async def claim(self, claim):
+        time.sleep(3600)
+@oncegate.idempotent(name="job", key=lambda key: key, store=Hangs(), service="shop", store_timeout=0.2)
+def job(key): ...
+try:
+    oncegate.drain_blocking(oncegate.MemoryStore())
+    job("k")
+except oncegate.StoreError:
+    print("failed", flush=True)
+"""
+
+
+def test_a_blocking_program_ends_although_its_store_never_answers() -> None:
+    """The interpreter waited for the thread of the call, without a limit."""
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "failed\n"
+
+
+async def test_a_store_that_the_program_has_given_up_does_not_stay() -> None:
+    def run(number: int) -> Any:
+        store = MemoryStore()
+
+        @oncegate.idempotent(name="charge", key=lambda key: key, store=store, service="shop")
+        def charge(key: str) -> str:
+            return key
+
+        assert charge("a") == charge("a") == "a"
+        copied = copy.copy(store)
+        assert engine_of(copied, blocking=True).store is copied
+        return weakref.ref(store)
+
+    stores = [run(number) for number in range(3)]
+    gc.collect()
+    assert [store() for store in stores] == [None] * 3

@@ -200,14 +200,15 @@ async def test_the_lease_is_renewed_while_the_function_runs(request: pytest.Fixt
 async def renews(store: Any) -> None:
     @idempotent(name="work", key=lambda key: key, store=store, service="tests", lease=0.3, wait=0, on_abandoned="reexecute")
     async def work(key: str) -> str:
-        await asyncio.sleep(1)
+        await is_asked.wait()
         return "once"
 
-    key = new()
+    key, is_asked = new(), asyncio.Event()
     first = asyncio.ensure_future(work(key))
     await asyncio.sleep(0.7)
     with pytest.raises(InProgress):
         await work(key)
+    is_asked.set()
     assert await first == "once"
 
 

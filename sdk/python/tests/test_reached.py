@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import socket
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -17,7 +19,10 @@ import pytest
 
 import oncegate
 import servers
-from oncegate import IdempotencyMiddleware
+from oncegate import IdempotencyMiddleware, runtime
+from oncegate.engine import BREAKER_FAILURES, Policy, engine_of
+from oncegate.errors import StoreUnavailable
+from oncegate.store import Claim, Claimed
 from test_asgi import ask, scope, status
 from test_doubt import until
 
@@ -37,6 +42,194 @@ class Service:
 
     async def ask(self, key: str | None = None) -> int:
         return int(status(await ask(self.app, scope(key or uuid.uuid4().hex))))
+
+
+class Silent(oncegate.MemoryStore):
+    """A store that gives no answer to claims while `answers` is not set."""
+
+    is_immediate, is_prompt = False, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.begun = asyncio.Event()
+
+    async def claim(self, claim: Claim) -> Claimed:
+        self.begun.set()
+        await self.answers.wait()
+        return await super().claim(claim)
+
+
+@pytest.mark.parametrize("is_prompt", [True, False])
+async def test_a_process_that_stands_still_is_no_outage(is_prompt: bool) -> None:
+    store = Silent()
+    store.is_prompt = is_prompt
+    service = Service(store, store_timeout=0.3)
+    assert await service.ask() == 201
+    store.answers.clear()
+    store.begun.clear()
+    asked = asyncio.ensure_future(service.ask())
+    await store.begun.wait()
+    # A handler that blocks.
+    time.sleep(0.6)
+    assert (await asked, service.runs) == (503, 1)
+    assert service.app.flow.engine._breaker_of(b"").failures == 0
+    # This time the delay is that of the store.
+    assert (await service.ask(), service.runs) == (201, 2)
+
+
+async def test_a_store_that_answers_others_is_no_outage() -> None:
+    store = Silent()
+    service = Service(store, store_timeout=0.3)
+    assert await service.ask() == 201
+    store.answers.clear()
+    store.begun.clear()
+    asked = asyncio.ensure_future(service.ask())
+    await store.begun.wait()
+    assert await service.app.flow.engine.lookup(bytes(32), Policy()) is None
+    assert (await asked, service.runs) == (503, 1)
+
+
+@pytest.mark.parametrize(("timed_out", "expected"), [("connect", 201), ("command", 503)])
+async def test_a_command_that_had_less_than_the_time_of_the_store_is_no_outage(timed_out: str, expected: int) -> None:
+    class Short(oncegate.MemoryStore):
+        is_immediate = False
+
+        async def claim(self, claim: Claim) -> Claimed:
+            raise StoreUnavailable("a limit of the client", timed_out=timed_out)
+
+    assert [await Service(Short(), wait=0).ask() for _ in range(2 * BREAKER_FAILURES)] == [expected] * 2 * BREAKER_FAILURES
+
+
+async def test_short_limits_do_not_open_the_breaker() -> None:
+    """Those of renewals: their store may only be slow."""
+    store = Silent()
+    engine = engine_of(store, blocking=False)
+    for _ in range(2 * BREAKER_FAILURES):
+        with pytest.raises(StoreUnavailable) as caught:
+            await engine.call(bytes(32), lambda: asyncio.sleep(60), 5, at_most=0.01)
+        assert caught.value.is_reached
+    assert engine._breaker_of(bytes(32)).failures == 0
+
+
+class Blocking(oncegate.MemoryStore):
+    is_blocking, is_immediate = True, False
+
+
+async def test_a_process_whose_threads_are_used_is_no_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, is_ended = Blocking(), threading.Event()
+    service = Service(store, store_timeout=0.3)
+    assert await service.ask() == 201
+    own: Any = runtime.LoopRuntime()
+    own._threads = runtime.Threads(1, "oncegate")
+    monkeypatch.setattr(service.app.flow.engine, "runtime", own)
+    # One of the library, and all of the loop, which are those of the application.
+    own._threads.submit(is_ended.wait)
+    try:
+        assert (await service.ask(), service.runs) == (503, 1)
+    finally:
+        is_ended.set()
+    loop, is_ended = asyncio.get_running_loop(), threading.Event()
+    busy = [loop.run_in_executor(None, is_ended.wait) for _ in range(64)]
+    try:
+        key = uuid.uuid4().hex
+        assert ([await service.ask(key) for _ in range(2)], service.runs) == ([201, 201], 2)
+    finally:
+        is_ended.set()
+    await asyncio.gather(*busy)
+
+
+async def test_a_pool_of_asyncpg_that_others_use_is_no_outage(postgres: Any) -> None:
+    import asyncpg
+
+    async with asyncpg.create_pool(postgres.url, min_size=1, max_size=1) as pool:
+        service, key = Service(oncegate.PostgresStore(pool), store_timeout=0.5), uuid.uuid4().hex
+        assert await service.ask() == 201
+        async with pool.acquire():
+            assert (await service.ask(key), service.runs) == (503, 1)
+        assert ([await service.ask(key) for _ in range(2)], service.runs) == ([201, 201], 2)
+
+
+async def test_nothing_executes_without_protection_while_an_owner_is_known() -> None:
+    """A store that has answered "in progress", and is away then."""
+
+    class Owned(oncegate.MemoryStore):
+        is_immediate, claims = False, 0
+
+        async def claim(self, claim: Claim) -> Claimed:
+            self.claims += 1
+            if self.claims > 1:
+                raise StoreUnavailable("away")
+            return Claimed("in-progress", lease_left_ms=30_000)
+
+    service = Service(Owned(), wait=1)
+    assert (await service.ask(), service.runs) == (503, 0)
+    assert (await service.ask(), service.runs) == (201, 1)
+
+
+async def test_nothing_executes_without_protection_if_this_process_had_an_owner_meanwhile() -> None:
+    class Away(Silent):
+        claims = 0
+
+        async def claim(self, claim: Claim) -> Claimed:
+            self.claims += 1
+            if self.claims > 1:
+                return await oncegate.MemoryStore.claim(self, claim)
+            await super().claim(claim)
+            raise StoreUnavailable("away")
+
+    store = Away()
+    engine, policy = engine_of(store, blocking=False), Policy(wait=0)
+    store.answers.clear()
+    late = asyncio.ensure_future(engine.claim(bytes(32), bytes(33), policy))
+    await store.begun.wait()
+    permit: Any = await engine.claim(bytes(32), bytes(33), policy)
+    assert await permit.complete("completed", b"response") == "stored"
+    store.answers.set()
+    with pytest.raises(StoreUnavailable) as caught:
+        await late
+    assert caught.value.is_reached
+
+
+NUMBERS = {
+    errno.ECONNREFUSED: True, errno.EHOSTUNREACH: True, errno.ENETUNREACH: True, errno.EHOSTDOWN: True,
+    errno.ETIMEDOUT: True, socket.EAI_NONAME: True, errno.ENOENT: False, errno.EMFILE: False, errno.ENFILE: False,
+    errno.ENOBUFS: False, errno.ENOMEM: False, errno.EAGAIN: False, errno.EADDRNOTAVAIL: False, errno.EACCES: False,
+    errno.EPERM: False, errno.EINVAL: False, socket.EAI_MEMORY: False, 9999: False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "is_away"), NUMBERS.items())
+def test_the_errors_of_connecting_that_are_an_outage(number: int, is_away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others may be those of this process."""
+    from redis import exceptions
+
+    from oncegate.redis import _read_error
+
+    monkeypatch.setattr(runtime, "_used_up_at", 0.0, raising=False)
+    monkeypatch.setattr(runtime, "USED_UP_FOR", 0.0, raising=False)
+    postgres = oncegate.PostgresStore(lambda: None)
+    error = socket.gaierror(number, "x") if number < 0 else OSError(number, os.strerror(number))
+    several = OSError(f"Multiple exceptions: [Errno 111] refused, [Errno {number}] another")
+    for own in (error, several):
+        shown = f"{number} " if own is error else f"{own} "
+        text = f"Error {shown}connecting to server:6379. x."
+        assert _read_error(exceptions.ConnectionError(text)).is_reached != is_away
+        assert postgres._read_error(own, is_connecting=True).is_reached != is_away
+    assert not _read_error(exceptions.ConnectionError("Error 2 connecting to /run/redis.sock. x.")).is_reached
+    assert _read_error(exceptions.ConnectionError("Error connecting to server:6379.")).is_reached
+
+
+def test_an_error_that_descriptors_are_used_up_makes_others_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a server is not found, or time runs out, for the same reason."""
+    postgres = oncegate.PostgresStore(lambda: None)
+    monkeypatch.setattr(runtime, "_used_up_at", -60.0, raising=False)
+    name = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    assert not postgres._read_error(name, is_connecting=True).is_reached
+    assert postgres._read_error(OSError(errno.EMFILE, "x"), is_connecting=True).is_reached
+    assert postgres._read_error(name, is_connecting=True).is_reached
+    assert postgres._read_error(TimeoutError(), is_connecting=True).is_reached
 
 
 @contextlib.asynccontextmanager
@@ -240,3 +433,78 @@ async def test_connections_that_were_ended_are_no_outage(driver: str, postgres: 
             )
         assert [await service.ask(key) for _ in range(3)] == [201] * 3
         assert service.runs == 2
+
+
+class Forgetful:
+    """A network that can forget its connections: nothing arrives on them any more, and nothing says so. New ones work."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.generation = port, 0
+        self.tasks: list[Any] = []
+        self.writers: list[Any] = []
+
+    async def take(self, reader: Any, writer: Any) -> None:
+        own = self.generation
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.port)
+
+        async def pass_on(source: Any, target: Any) -> None:
+            with contextlib.suppress(OSError):
+                while data := await source.read(65_536):
+                    if own == self.generation:
+                        target.write(data)
+                if own == self.generation:
+                    target.close()
+
+        for pair in ((reader, server_writer), (server_reader, writer)):
+            self.tasks.append(asyncio.ensure_future(pass_on(*pair)))
+        self.writers += [writer, server_writer]
+
+    async def close(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg", "psycopg-blocking"])
+async def test_connections_that_died_without_a_word_are_given_up(driver: str, postgres: Any) -> None:
+    """The pool never got them back."""
+    network = Forgetful(postgres.port)
+    server = await asyncio.start_server(network.take, "127.0.0.1", 0)
+    url = postgres.url.replace(str(postgres.port), str(server.sockets[0].getsockname()[1]))
+    pool: Any
+    if driver == "asyncpg":
+        import asyncpg
+
+        pool = await asyncpg.create_pool(url, min_size=1, max_size=1, ssl=False)
+    elif driver == "psycopg":
+        from psycopg_pool import AsyncConnectionPool
+
+        pool = AsyncConnectionPool(url, min_size=1, max_size=1, open=False)
+        await pool.open()
+    else:
+        from psycopg_pool import ConnectionPool
+
+        pool = ConnectionPool(url, min_size=1, max_size=1, open=False)
+        await asyncio.to_thread(pool.open)
+    store = oncegate.PostgresStore(pool)
+    engine = engine_of(store, blocking=False)
+
+    async def is_there() -> bool:
+        try:
+            return await engine.call(bytes(32), lambda: store.lookup(bytes(32)), 0.5) is None
+        except StoreUnavailable:
+            return False
+
+    await until(is_there, "the server is not there")
+    network.generation += 1
+    assert not await is_there()
+    await until(is_there, "the pool did not get its connection back")
+    if driver == "asyncpg":
+        pool.terminate()
+    else:
+        await (pool.close() if driver == "psycopg" else asyncio.to_thread(pool.close))
+    server.close()
+    await network.close()
+    await asyncio.sleep(0.05)

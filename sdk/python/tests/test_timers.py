@@ -1,15 +1,20 @@
-"""Timers that many requests share."""
+"""Timers that many requests share, and threads that cannot be started."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
 import time
+from typing import Any
 
 import pytest
 
 from oncegate import MemoryStore, runtime
-from oncegate.store import Claim
+from oncegate.engine import Engine, Policy
+from oncegate.errors import StoreUnavailable
+from oncegate.ids import Ids
+from oncegate.store import Claim, Claimed
 
 
 async def test_long_timers_end_after_their_time_and_cancelled_ones_never() -> None:
@@ -85,3 +90,73 @@ async def test_the_store_in_memory_forgets_what_was_renewed_completed_and_used_a
     for _ in range(4):
         await store.release(b"other", 0, 1000)
     assert (len(store), store._expiries) == (0, [])
+
+
+class Limit:
+    """A limit of threads that this process has reached. It counts the starts that have failed, of threads with these names."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> None:
+        self.failures, start = 0, threading.Thread.start
+
+        def limited(thread: threading.Thread) -> None:
+            if thread.name.startswith(name) and self.failures < most:
+                self.failures += 1
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", limited)
+
+
+@pytest.mark.parametrize("name", ["oncegate-background", "oncegate-timers"])
+def test_a_moment_without_threads_does_not_end_the_timers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lease was renewed any more in the process, and no end stored."""
+    limit, threads = Limit(monkeypatch, name, 2), runtime.ThreadRuntime()
+    ended = [threading.Event() for _ in range(3)]
+
+    async def end(event: threading.Event) -> None:
+        event.set()
+
+    for event in ended:
+        threads.later(0, lambda own=event: end(own))
+    assert all(event.wait(30) for event in ended)
+    assert limit.failures == 2
+
+
+class BlockingStore(MemoryStore):
+    is_blocking, is_immediate, claims = True, False, 0
+
+    async def claim(self, claim: Claim) -> Claimed:
+        self.claims += 1
+        return await super().claim(claim)
+
+
+@pytest.mark.parametrize("kind", ["loop", "threads"])
+async def test_a_call_that_gets_no_thread_is_not_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was queued, and ran later, although its caller had an error, or had sent it again by itself."""
+    limit = Limit(monkeypatch, "", 10_000)
+    store = BlockingStore()
+    own: Any = runtime.LoopRuntime() if kind == "loop" else runtime.ThreadRuntime()
+    engine, record = Engine(store, own, Ids()), bytes(32)
+    engine._is_verified, engine._is_checked = True, lambda *_: True  # type: ignore[method-assign,assignment]
+    with pytest.raises(StoreUnavailable) as caught:
+        await engine.claim(record, bytes(33), Policy())
+    assert (caught.value.is_reached, caught.value.is_unsent, engine._doubts, store.claims) == (True, True, {}, 0)
+    monkeypatch.undo()
+    assert limit.failures > 0
+    permit: Any = await engine.claim(record, bytes(33), Policy())
+    assert store.claims == 1
+    assert await permit.release() == "stored"
+
+
+def test_the_delay_of_a_call_is_that_of_this_process_if_it_is_late_at_the_end_or_for_a_part_of_the_time() -> None:
+    def is_own(seconds: float, *late: float, is_last: bool = False) -> bool:
+        call = runtime.Call(seconds)
+        for one in late:
+            call.look(time.monotonic() - one, is_last=is_last)
+        return call.is_own_delay
+
+    assert not is_own(20, 1, 0.5)
+    assert is_own(20, 1, 0.5, 1)
+    assert is_own(20, 0.2, is_last=True)
+    # In a step, so short a time would be late, too.
+    assert is_own(0.3, 0.2)

@@ -100,7 +100,9 @@ def replaced(parent: int, old: int) -> Callable[[], bool]:
 
 def test_workers_that_are_ended_and_started_again(store_url: str, tmp_path: Path) -> None:
     ledger, port = tmp_path / "ledger", servers.free_port()
-    options: dict[str, Any] = {"workers": WORKERS, "port": port, "WAIT": "30"}
+    # On a busy machine, a worker may need more than 1 s for its first connections, and a 503 counts as wrong here.
+    limits = {"CONNECT_TIMEOUT": str(WORKER_SECONDS), "STORE_TIMEOUT": "30"}
+    options: dict[str, Any] = {"workers": WORKERS, "port": port, "WAIT": "30", **limits}
     with Load(port) as load:
         with shop(store_url, ledger, **options) as own:
             parent = own.process.pid

@@ -7,7 +7,7 @@ import inspect
 import logging
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, overload
 from urllib.parse import quote
 
@@ -429,11 +429,13 @@ class _Execution:
         self._size = 0
         self._is_concluded = False
         self._is_whole = False
+        self._is_given_up = False
         self._task: asyncio.Task[Any] | None = None
         # A whole body that waits for the end of the transaction in which the handler has completed its record.
         self._waiting: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._late: asyncio.Future[None] | None = None
+        # Stores the end of the attempt, once. What cancels the application, such as a time limit inside, does not reach it.
+        self._ending: asyncio.Task[None] | None = None
         # A whole stream of which the application may still say by an exception that it was cut off.
         self._ended_stream: bytes | None = None
         self.sender: asyncio.Task[Any] | None = None
@@ -474,7 +476,10 @@ class _Execution:
         try:
             # For this task only.
             CURRENT.set(attempt)
-            await app(inner, _only_body(body), self._send)
+            try:
+                await app(inner, _only_body(body), self._send)
+            finally:
+                await self._until_ended()
         except Exception as error:
             self.error = error
             if self.outgoing.is_abandoned:
@@ -500,8 +505,7 @@ class _Execution:
                 reason = "the handler ended without a whole response"
                 await self._put_answer(await self.flow.fail(self.keyed, self.permit, reason, self._response))
         finally:
-            if self._late is not None:
-                await asyncio.wait({self._late})
+            await self._until_ended()
             await self._put(None)
 
     async def _handle(self, handler: _ErrorHandler, error: Exception) -> None:
@@ -511,7 +515,10 @@ class _Execution:
         self.is_handled = True
         try:
             self.own_response = await handler.answer(Request(self._inner), error)
-            await self.own_response(self._inner, _only_body(b""), self._send)
+            try:
+                await self.own_response(self._inner, _only_body(b""), self._send)
+            finally:
+                await self._until_ended()
         except Exception as failure:
             self.error = failure
         except BaseException:
@@ -522,6 +529,7 @@ class _Execution:
         await self._conclude_stream()
 
     async def _was_cancelled(self, reason: str) -> None:
+        await self._until_ended()
         await self._conclude_waiting(has_failed=True)
         await self._conclude_stream()
         if not self._is_concluded:
@@ -562,9 +570,13 @@ class _Execution:
         await self._put({"type": "http.response.body", "body": whole.body})
 
     async def _send(self, message: Message) -> None:
-        if self._waiting is not None or self._ended_stream is not None:
+        if self._waiting is not None or self._ended_stream is not None or self._is_given_up:
             return
         match message["type"]:
+            case "http.response.start" if self._is_concluded:
+                # The application has given up its first response, of which the end is stored or being stored. If that was a
+                # stream, its rest never comes: it must not end as if it were whole.
+                self._is_given_up = True
             case "http.response.start":
                 self._share_scope()
                 self._message = message
@@ -581,7 +593,7 @@ class _Execution:
                     )
                     raise
                 if self._response.treatment != "replay":
-                    await self._conclude(None)
+                    await self._end(self._conclude(None))
             case "http.response.body" if self._response is not None:
                 await self._body(message)
             case _:
@@ -592,48 +604,58 @@ class _Execution:
     async def _body(self, message: Message) -> None:
         is_last = not message.get("more_body", False)
         if self._is_concluded:
-            self._is_whole = is_last
+            # Its start comes first.
+            await self._until_ended()
+            self._is_whole = self._is_whole or is_last
             await self._put(message)
             return
         chunk = message.get("body", b"")
         self._chunks.append(chunk)
         self._size += len(chunk)
         if is_last:
-            body = b"".join(self._chunks)
-            if self._response is not None and self.flow.is_cut(self._response, body):
-                self._is_concluded = self._is_whole = True
-                reason = "the body of the response is not as long as its Content-Length says"
-                await self._put_answer(await self.flow.fail(self.keyed, self.permit, reason, self._response))
-                self._end()
-                return
-            if await self.flow.is_open(self.permit):
-                # A framework may end it after this call, such as FastAPI in a dependency with `yield`.
-                self._is_concluded = self._is_whole = True
-                self._waiting = body
-                self._timer = asyncio.get_running_loop().call_later(COMMIT_TIMEOUT, self._wait_no_longer)
-                return
-            response = self._response
-            if response and response.status not in (204, 304) and get(response.headers, "content-length") is None:
-                self._ended_stream = body
-                self._timer = asyncio.get_running_loop().call_later(STREAM_END_TIMEOUT, self._wait_no_longer)
-                return
-            await self._conclude(body)
+            self._is_whole = True
+            await self._end(self._conclude_whole(b"".join(self._chunks)))
         elif self._size > self.flow.settings.max_response_body:
             # Too large to be kept: it goes to the client as it comes.
-            await self._conclude(None)
-            for earlier in self._chunks:
-                await self._put({"type": "http.response.body", "body": earlier, "more_body": True})
-            self._chunks.clear()
+            await self._end(self._conclude_large())
 
-    def _end(self) -> None:
-        """The client has a whole answer: what the application sends from now on goes nowhere."""
-        self.outgoing.end()
+    async def _end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Ends the attempt in a task of its own."""
+        self._is_concluded = True
+        self._ending = asyncio.ensure_future(work)
+        await asyncio.shield(self._ending)
+
+    async def _until_ended(self) -> None:
+        if self._ending is not None and not self._ending.done():
+            await asyncio.wait({self._ending})
+
+    async def _conclude_whole(self, body: bytes) -> None:
+        response = self._response
+        assert response is not None
+        if self.flow.is_cut(response, body):
+            reason = "the body of the response is not as long as its Content-Length says"
+            await self._put_answer(await self.flow.fail(self.keyed, self.permit, reason, response))
+            self.outgoing.end()
+        elif await self.flow.is_open(self.permit):
+            # A framework may end it after this call, such as FastAPI in a dependency with `yield`.
+            self._waiting = body
+            self._timer = asyncio.get_running_loop().call_later(COMMIT_TIMEOUT, self._wait_no_longer)
+        elif response.status not in (204, 304) and get(response.headers, "content-length") is None:
+            self._is_concluded = self._is_whole = False
+            self._ended_stream = body
+            self._timer = asyncio.get_running_loop().call_later(STREAM_END_TIMEOUT, self._wait_no_longer)
+        else:
+            await self._conclude(body)
+
+    async def _conclude_large(self) -> None:
+        await self._conclude(None)
+        for earlier in self._chunks:
+            await self._put({"type": "http.response.body", "body": earlier, "more_body": True})
+        self._chunks.clear()
 
     def _wait_no_longer(self) -> None:
-        if self._waiting is not None:
-            self._late = asyncio.ensure_future(self._conclude_waiting())
-        elif self._ended_stream is not None:
-            self._late = asyncio.ensure_future(self._conclude_stream())
+        work = self._conclude_waiting() if self._waiting is not None else self._conclude_stream()
+        self._ending = asyncio.ensure_future(work)
 
     async def _conclude_waiting(self, *, has_failed: bool = False) -> None:
         if self._timer is not None:
@@ -658,7 +680,8 @@ class _Execution:
         if instead is not None:
             self._is_whole = True
             await self._put_answer(instead)
-            self._end()
+            # The client has a whole answer: what the application sends from now on goes nowhere.
+            self.outgoing.end()
             return
         fields = http.marked(self.keyed, response.headers, mark)
         await self._put({**self._message, "headers": write_fields(fields)})

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import multiprocessing
 import os
@@ -39,7 +40,20 @@ from .errors import (
 )
 from .identity import downstream_key
 from .ids import MARK, IdGuard, Ids
-from .runtime import Event, Handle, LoopRuntime, Runtime, ThreadRuntime, TimeLimit, Work, is_used_up, run_blocking
+from .runtime import (
+    MAX_LAG,
+    Call,
+    Event,
+    Handle,
+    LoopRuntime,
+    NoThread,
+    Runtime,
+    ThreadRuntime,
+    TimeLimit,
+    Work,
+    is_used_up,
+    run_blocking,
+)
 from .store import PURGE_ROWS, Claim, Claimed, EndState, OnAbandoned, Settled, Store, StoredRecord
 
 T = TypeVar("T")
@@ -50,6 +64,7 @@ MAX_WAITERS = 1000
 MAX_UNSETTLED = 65_536
 MAX_DEFERRED_BYTES = 256 * 1024 * 1024
 RETRY_LAST = 5.0
+SETTLED_AT_ONCE = 16
 # The time for which calls are sent again because their connections broke, and the pauses between them, in seconds.
 AGAIN_FOR, AGAIN_FIRST, AGAIN_LAST = 0.25, 0.01, 0.04
 # Claims that were sent again and released: their first messages may still be on their way, such as in the buffer of a server that
@@ -161,9 +176,11 @@ class Permit:
     __slots__ = (
         "_ended",
         "_engine",
+        "_has_end",
         "_leased_at",
         "_timer",
         "attempt",
+        "began_at",
         "is_fenced",
         "is_released",
         "lost_claim",
@@ -176,6 +193,7 @@ class Permit:
         )
         self.attempt.seal_keys = getattr(engine.store, "seal_keys", None)
         self.policy = policy
+        self.began_at = 0.0
         self.is_fenced = False
         self.is_released = False
         """True if the store has released the record."""
@@ -184,6 +202,7 @@ class Permit:
         self._engine = engine
         self._leased_at = asked_at
         self._ended = False
+        self._has_end = False
         self._timer: Handle | None = None
         self._schedule(policy.lease / 3)
 
@@ -194,15 +213,15 @@ class Permit:
     async def _renew(self) -> None:
         if self._ended:
             return
-        pause = self.policy.lease / 3
+        pause = min(self.policy.lease / 3, max(0.05, self.policy.lease / 20))
         try:
-            if await self._renew_once() == "locked":
-                pause = min(pause, 0.25)
+            renewed = await self._renew_once()
+            pause = min(self.policy.lease / 3, 0.25 if renewed == "locked" else self.policy.lease)
         except StoreError as error:
-            pause = min(pause, max(0.05, self.policy.lease / 20))
             log.warning("record %s: the lease was not renewed: %s", self.attempt.record.hex(), error)
-        if not self.is_fenced:
-            self._schedule(pause)
+        finally:
+            if not self.is_fenced:
+                self._schedule(pause)
 
     async def _renew_once(self) -> Settled:
         asked_at = Moment.now()
@@ -210,7 +229,8 @@ class Permit:
         settled = await self._engine.call(
             attempt.record,
             lambda: self._engine.store.renew(attempt.record, attempt.token, policy.lease_ms, policy.retention_ms),
-            min(policy.store_timeout, max(policy.lease / 3, 0.1)),
+            policy.store_timeout,
+            at_most=max(policy.lease / 3, 0.1),
         )
         if settled == "renewed":
             self._leased_at = asked_at
@@ -236,11 +256,16 @@ class Permit:
         if self._timer is not None:
             self._timer.cancel()
 
+    def take_end(self) -> bool:
+        """False if the attempt has an end already, which may still be on its way to the store. There is no second one."""
+        is_first, self._has_end = not self._has_end, True
+        return is_first
+
     async def complete(self, state: EndState, response: bytes | None = None) -> Ending:
-        return await self._engine.settle(self, state, response)
+        return await self._engine.settle(self, state, response) if self.take_end() else "not-stored"
 
     async def release(self) -> Ending:
-        return await self._engine.settle(self, None, None)
+        return await self._engine.settle(self, None, None) if self.take_end() else "not-stored"
 
     async def lookup(self) -> StoredRecord | None:
         return await self._engine.lookup(self.attempt.record, self.policy)
@@ -249,9 +274,22 @@ class Permit:
         """The outcome is unknown. Under `reexecute` the lease runs out, and the next claim executes again."""
         log.warning("record %s: the outcome is unknown: %s", self.attempt.record.hex(), reason)
         if self.policy.on_abandoned == "park":
-            return await self._engine.settle(self, "unknown", None)
+            return await self.complete("unknown")
+        if not self.take_end():
+            return "not-stored"
         self._engine.leave(self)
         return "stored"
+
+
+class _Asker:
+    """A request that asks for permission to execute."""
+
+    __slots__ = ("has_owner",)
+
+    def __init__(self) -> None:
+        self.has_owner = False
+        """True if another attempt is known to own the record, or to have owned it since the request came. Then nothing executes
+        without protection."""
 
 
 class _Late(StoreUnavailable):
@@ -265,6 +303,8 @@ class _Breaker:
     part: str
     failures: int = 0
     open_until: float = 0.0
+    # When it answered last, with a value or an error.
+    answered_at: float = 0.0
     # True if the last failure was that of a server that was reached.
     is_reached: bool = False
 
@@ -291,10 +331,9 @@ class _Pending:
     is_by_record: bool = False
 
 
-def _left(policy: Policy, last_until: float | None) -> float:
-    """The time limit of a call that ends at `last_until` at the latest."""
-    left = policy.store_timeout if last_until is None else last_until - time.monotonic()
-    return max(0.01, min(policy.store_timeout, left))
+def _left(last_until: float | None) -> float:
+    """The time for a call that ends at `last_until` at the latest."""
+    return float("inf") if last_until is None else max(0.01, last_until - time.monotonic())
 
 
 class Engine:
@@ -310,13 +349,14 @@ class Engine:
                 "as psycopg_pool.ConnectionPool or redis.Redis"
             )
         self._lock = threading.Lock()
-        self._running: dict[bytes, float] = {}
+        self._running: dict[bytes, Permit] = {}
         # The process of those: a program may make its middleware, and then fork workers.
         self._process = os.getpid()
         self._waiters: defaultdict[bytes, list[Event]] = defaultdict(list)
         self._waiting = 0
         # Claims under way, and duplicates that wait: what they are for may still begin.
         self._claiming = 0
+        self._askers: dict[bytes, list[_Asker]] = {}
         # Claims whose replies were lost: several about one record, if duplicates lose theirs at the same time.
         self._doubts: dict[bytes, list[tuple[Claim, Policy, float]]] = {}
         self._number_of_doubts = 0
@@ -344,48 +384,73 @@ class Engine:
     # Calls of the store
 
     async def call(
-        self, record: bytes, work: Work[T], timeout: float, *, guarded: bool = False, again: bool = False
+        self,
+        record: bytes,
+        work: Work[T],
+        timeout: float,
+        *,
+        at_most: float = float("inf"),
+        guarded: bool = False,
+        again: bool = False,
     ) -> T:
-        """One call of the store about a record, with a time limit.
+        """One call of the store about a record, with the time limit of the store, or a shorter one (`at_most`).
 
         `guarded` calls are refused while the part of the store that has the record does not answer. Calls `again` are sent again
         while their connections break, as a pool may have several that are of no use any more.
+
+        Time that has run out says that the store is away if it was that of the store, no part of it was lost in this process, and
+        the store has not answered anything else meanwhile.
         """
         breaker = self._breaker_of(record)
         if guarded:
             self._check_breaker(breaker)
+        limit, began_at = min(timeout, at_most), time.monotonic()
+        own = Call(limit)
         try:
             if self.is_immediate:
                 return await work()
             try:
-                result = await self._send(work, timeout)
+                result = await self._send(work, limit, own)
             except StoreUnavailable as error:
                 if not (again and error.is_broken):
                     raise
-                result = await self._send_again(work, timeout, error)
+                result = await self._send_again(work, limit, error)
         except (RecordCorrupt, ResponseSealed, StoreRefused):
-            breaker.failures = 0
+            self._answered(breaker)
             raise
+        except NoThread as error:
+            raise StoreUnavailable(str(error), is_unsent=True, is_reached=True) from error
         except TimeoutError as error:
-            # Such as a pool that waits for a connection.
-            is_own = is_used_up()
-            self._failed(breaker, is_reached=is_own)
-            raise _Late(f"the store did not answer within {timeout:g} s", is_reached=is_own) from error
+            is_away = limit >= timeout and self._is_silent(breaker, began_at, own)
+            if limit >= timeout and not own.is_own_delay:
+                self._failed(breaker, is_reached=not is_away)
+            raise _Late(f"the store did not answer within {limit:g} s", is_reached=not is_away) from error
         except StoreUnavailable as error:
-            if error.is_reached and not error.is_broken:
-                # It answers.
-                breaker.failures = 0
+            if error.timed_out:
+                is_whole = error.timed_out == "connect" or time.monotonic() - began_at > timeout - MAX_LAG
+                error.is_reached = not (is_whole and self._is_silent(breaker, began_at, own))
+                if not own.is_own_delay:
+                    self._failed(breaker, is_reached=error.is_reached)
+            elif error.is_reached and not error.is_broken:
+                self._answered(breaker)
             else:
                 self._failed(breaker, is_reached=error.is_broken)
             raise
-        breaker.failures = 0
+        self._answered(breaker)
         return result
 
-    async def _send(self, work: Work[T], timeout: float) -> T:
+    def _answered(self, breaker: _Breaker) -> None:
+        breaker.failures, breaker.answered_at = 0, time.monotonic()
+
+    def _is_silent(self, breaker: _Breaker, began_at: float, own: Call) -> bool:
+        """True if a call has run out of time because its part of the store is away."""
+        return not own.is_own_delay and breaker.answered_at < began_at and not is_used_up()
+
+    async def _send(self, work: Work[T], timeout: float, own: Call) -> T:
         if self._is_prompt:
-            with TimeLimit(timeout):
+            with TimeLimit(timeout, own):
                 return await work()
-        return await self.runtime.call(work, timeout, in_thread=self.store.is_blocking)
+        return await self.runtime.call(work, timeout, in_thread=self.store.is_blocking, call=own)
 
     async def _send_again(self, work: Work[T], timeout: float, error: StoreUnavailable) -> T:
         """Sends a call again whose connection broke, for a short time: an own limit, because a client waits for each of them."""
@@ -396,12 +461,9 @@ class Engine:
             await self.runtime.sleep(pause)
             pause = min(pause * 2, AGAIN_LAST)
             try:
-                return await self._send(work, left)
-            except TimeoutError:
-                if left < timeout / 2:
-                    # It had little time.
-                    break
-                raise
+                return await self._send(work, left, Call())
+            except (TimeoutError, NoThread):
+                break
             except StoreUnavailable as other:
                 if not other.is_broken:
                     raise
@@ -513,7 +575,18 @@ class Engine:
                 return
             self._purge_at = now + 3 * PURGE_EVERY + PURGE_TIMEOUT
         # Processes that start together do not purge together.
-        self.runtime.later(random.uniform(0, PURGE_EVERY / 5), self._purge_once)
+        self._purge_in(random.uniform(0, PURGE_EVERY / 5))
+
+    def _purge_in(self, pause: float) -> None:
+        # The timer does not keep a store that the program has given up.
+        engine = weakref.ref(self)
+
+        async def purge() -> None:
+            own = engine()
+            if own is not None:
+                await own._purge_once()
+
+        self.runtime.later(pause, purge)
 
     async def _purge_once(self) -> None:
         purge = self._purge
@@ -532,7 +605,7 @@ class Engine:
             log.debug("a purge failed and will be tried again: %s", type(error).__name__)
         with self._lock:
             self._purge_at = time.monotonic() + pause + 2 * PURGE_EVERY + PURGE_TIMEOUT
-        self.runtime.later(pause, self._purge_once)
+        self._purge_in(pause)
 
     # Claims
 
@@ -567,16 +640,33 @@ class Engine:
         key_tag: bytes | None = None,
     ) -> Permit | Reply:
         """Asks for permission to execute. Waits for another owner for `policy.wait`. Raises :class:`StoreError`."""
+        asker = _Asker()
         with self._lock:
             self._claiming += 1
+            self._askers.setdefault(record, []).append(asker)
+            asker.has_owner = record in self._running or record in self._pending
         try:
-            return await self._claim(record, fingerprint, policy, caller, operation, key_tag)
+            return await self._claim(record, fingerprint, policy, caller, operation, key_tag, asker)
+        except StoreUnavailable as error:
+            error.is_reached = error.is_reached or asker.has_owner
+            raise
         finally:
             with self._lock:
                 self._claiming -= 1
+                askers = self._askers[record]
+                askers.remove(asker)
+                if not askers:
+                    del self._askers[record]
 
     async def _claim(
-        self, record: bytes, fingerprint: bytes, policy: Policy, caller: bytes, operation: str, key_tag: bytes | None
+        self,
+        record: bytes,
+        fingerprint: bytes,
+        policy: Policy,
+        caller: bytes,
+        operation: str,
+        key_tag: bytes | None,
+        asker: _Asker,
     ) -> Permit | Reply:
         if len(self._pending) + self._number_of_doubts >= MAX_UNSETTLED:
             raise StoreUnavailable("too many earlier attempts have no recorded end yet", is_full=True)
@@ -641,8 +731,11 @@ class Engine:
                     permit = Permit(self, claim, claimed, policy, asked_at)
                     if is_doubtful:
                         permit.lost_claim = claim
+                    permit.began_at = began_at
                     with self._lock:
-                        self._running[record] = began_at
+                        self._running[record] = permit
+                        for other in self._askers.get(record, ()):
+                            other.has_owner = True
                         self._process = os.getpid()
                     self._purge_soon()
                     try:
@@ -657,7 +750,7 @@ class Engine:
                 case "replay":
                     return Reply("replay", claimed.response)
                 case "in-progress" | "locked":
-                    pass
+                    asker.has_owner = True
                 case "mismatch" | "unknown" | "unreplayable":
                     if is_doubtful and claimed.outcome == "mismatch":
                         # The store has answered. The claim that was lost may be granted later, if the other one is released.
@@ -668,7 +761,8 @@ class Engine:
             if now >= deadline or self._waiting >= MAX_WAITERS:
                 if is_doubtful:
                     self._doubt(claim, policy)
-                since = self._running.get(record, began_at)
+                owner = self._running.get(record)
+                since = began_at if owner is None else owner.began_at
                 return Reply("in-progress", lease_left=left, running_for=now - since)
             await self._wait(record, min(pause, deadline - now, max(left, POLL_FIRST)))
             pause = min(pause * 2, POLL_LAST)
@@ -684,8 +778,18 @@ class Engine:
         except StoreUnavailable as error:
             # Nothing was claimed.
             raise StoreUnavailable(str(error), is_unsent=True, is_reached=error.is_reached) from error
-        if stored is not None and stored.state != "released" and stored.fingerprint != claim.fingerprint:
+        if stored is None or stored.state == "released":
+            return Claimed("in-progress", lease_left_ms=policy.lease_ms)
+        if stored.fingerprint != claim.fingerprint:
             return Claimed("mismatch")
+        match stored.state:
+            case "completed" if stored.response is not None:
+                # Such as the end of an attempt that has overtaken the one of this process.
+                return Claimed("replay", response=stored.response)
+            case "completed" | "tombstone":
+                return Claimed("unreplayable")
+            case "unknown":
+                return Claimed("unknown")
         return Claimed("in-progress", lease_left_ms=policy.lease_ms)
 
     async def _wait(self, record: bytes, seconds: float) -> None:
@@ -709,7 +813,9 @@ class Engine:
         """Ends an attempt of this process without a word to the store."""
         permit.end()
         with self._lock:
-            self._running.pop(permit.attempt.record, None)
+            # The record may be that of a later attempt by now.
+            if self._running.get(permit.attempt.record) is permit:
+                del self._running[permit.attempt.record]
             waiters = list(self._waiters.get(permit.attempt.record, ())) if self._waiters else ()
         for waiter in waiters:
             waiter.set()
@@ -769,12 +875,15 @@ class Engine:
             # As in `_own_record`: if the lease of the attempt has ended, the claim would take it over.
             return "elsewhere"
         try:
-            claimed = await self.call(record, lambda: self.store.claim(claim), _left(policy, last_until), again=True)
+            claimed = await self.call(
+                record, lambda: self.store.claim(claim), policy.store_timeout, at_most=_left(last_until), again=True
+            )
             if claimed.outcome == "execute" and not claimed.after_abandoned:
                 settled = await self.call(
                     record,
                     lambda: self.store.release(record, claimed.token, policy.released_ms),
-                    _left(policy, last_until),
+                    policy.store_timeout,
+                    at_most=_left(last_until),
                 )
                 if settled == "locked":
                     return "elsewhere"
@@ -863,17 +972,22 @@ class Engine:
             return None
 
         try:
-            found = await self.call(record, lambda: self.store.lookup(record), _left(policy, last_until))
+            found = await self.call(
+                record, lambda: self.store.lookup(record), policy.store_timeout, at_most=_left(last_until)
+            )
             if found is not None and found.state == "in-progress" and found.attempt == claim.attempt:
                 # Only the store says if an earlier attempt was abandoned. Then the lease runs out: each look would extend it.
-                claimed = await self.call(record, lambda: self.store.claim(claim), _left(policy, last_until))
+                claimed = await self.call(
+                    record, lambda: self.store.claim(claim), policy.store_timeout, at_most=_left(last_until)
+                )
                 if claimed.after_abandoned:
                     self._forget_late(late)
                 elif claimed.outcome == "execute":
                     await self.call(
                         record,
                         lambda: self.store.release(record, claimed.token, policy.released_ms),
-                        _left(policy, last_until),
+                        policy.store_timeout,
+                        at_most=_left(last_until),
                     )
                     log.info(
                         "record %s: a claim that came late, and under which nothing ran, was released", record.hex()
@@ -912,13 +1026,16 @@ class Engine:
 
     # Ends
 
-    async def _end(self, permit: Permit, state: EndState | None, response: bytes | None) -> Settled:
+    async def _end(
+        self, permit: Permit, state: EndState | None, response: bytes | None, last_until: float | None = None
+    ) -> Settled:
         record, token, policy = permit.attempt.record, permit.attempt.token, permit.policy
         if state is None:
             settled = await self.call(
                 record,
                 lambda: self.store.release(record, token, policy.released_ms),
                 policy.store_timeout,
+                at_most=_left(last_until),
                 again=True,
             )
             if settled == "released":
@@ -928,21 +1045,27 @@ class Engine:
             record,
             lambda: self.store.complete(record, token, state, response, policy.retention_ms),
             policy.store_timeout,
+            at_most=_left(last_until),
             again=True,
         )
 
-    async def _end_by_record(self, pending: _Pending) -> Settled:
+    async def _end_by_record(self, pending: _Pending, last_until: float | None) -> Settled:
         """The end of an attempt that has completed its record in its own transaction. What was committed there is not changed.
 
         Only the response that the transaction left out is added, and what was rolled back frees the key.
         """
         permit, state = pending.permit, pending.state
         attempt = permit.attempt
-        record = await self.call(attempt.record, lambda: self.store.lookup(attempt.record), permit.policy.store_timeout)
+        record = await self.call(
+            attempt.record,
+            lambda: self.store.lookup(attempt.record),
+            permit.policy.store_timeout,
+            at_most=_left(last_until),
+        )
         if record is None or record.token != attempt.token:
             return "fenced"
         if record.state == "awaited" and state is not None:
-            return await self._end(permit, state, pending.response)
+            return await self._end(permit, state, pending.response, last_until)
         if record.state != "in-progress":
             return "fenced"
         if attempt.is_after_abandoned:
@@ -953,9 +1076,10 @@ class Engine:
                 attempt.record,
                 lambda: self.store.renew(attempt.record, attempt.token, policy.lease_ms, policy.retention_ms),
                 policy.store_timeout,
+                at_most=_left(last_until),
             )
             return "fenced" if held == "renewed" else "locked"
-        settled = await self._end(permit, None, None)
+        settled = await self._end(permit, None, None, last_until)
         # A commit may have come between the two: the next look tells.
         return "locked" if settled == "fenced" else settled
 
@@ -999,7 +1123,7 @@ class Engine:
 
         Until then the record stays one under which this process executes.
         """
-        if permit.attempt.record not in self._pending:
+        if permit.take_end():
             self._defer(permit, state, response, is_by_record=True)
 
     def _defer(
@@ -1024,28 +1148,41 @@ class Engine:
 
         self.runtime.later(pending.pause, again)
 
-    async def _settle_pending(self, pending: _Pending) -> bool:
+    async def _settle_pending(self, pending: _Pending, last_until: float | None = None) -> bool | None:
+        """True if the end is stored, or was given up. None if the store did not answer in time. No call takes longer than until
+        `last_until`."""
         record = pending.permit.attempt.record
         if self._pending.get(record) is not pending:
             return True
         try:
             if pending.is_by_record:
-                settled = await self._end_by_record(pending)
+                settled = await self._end_by_record(pending, last_until)
             else:
-                settled = await self._end(pending.permit, pending.state, pending.response)
+                settled = await self._end(pending.permit, pending.state, pending.response, last_until)
             if settled == "locked":
                 return False
             log.info("record %s: the store took its end after all: %s", record.hex(), settled)
-        except StoreError:
+        except StoreError as error:
             if time.monotonic() < pending.until:
-                return False
+                return None if isinstance(error, _Late) else False
             log.exception("record %s: the store never took its end", record.hex())
         with self._lock:
-            if self._pending.get(record) is pending:
-                del self._pending[record]
-                self._deferred_bytes -= len(pending.response or b"")
+            if self._pending.get(record) is not pending:
+                # Another call has settled it meanwhile.
+                return True
+            del self._pending[record]
+            self._deferred_bytes -= len(pending.response or b"")
         self.leave(pending.permit)
         return True
+
+    async def _settle_all(self, last_until: float) -> None:
+        """Stores the ends that are not stored yet, several at a time, until one is late: the others would wait as long."""
+        pending = list(self._pending.values())
+        while pending and time.monotonic() < last_until:
+            some, pending = pending[:SETTLED_AT_ONCE], pending[SETTLED_AT_ONCE:]
+            ends = await self.runtime.each([lambda one=one: self._settle_pending(one, last_until) for one in some])  # type: ignore[misc]
+            if None in ends:
+                return
 
     async def drain(self, timeout: float) -> bool:
         """Waits until no attempt of this process runs or may still begin, and every end is stored. False if that takes longer."""
@@ -1054,9 +1191,8 @@ class Engine:
             if time.monotonic() >= deadline:
                 return False
             # The timers may have ended with the program already.
-            for pending in list(self._pending.values()):
-                await self._settle_pending(pending)
-            await self.runtime.sleep(pause)
+            await self._settle_all(deadline)
+            await self.runtime.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(pause * 1.5, 0.5)
         # Once: a store that is away, or a claim that most likely never arrives, does not keep the process from ending.
         for record in list(self._doubts):
@@ -1082,25 +1218,55 @@ class Engine:
                 return
             self._drains_at_exit = True
 
+        # What is not stored yet is in the timers, so that an engine that is gone has nothing to wait for.
+        engine = weakref.ref(self)
+
         def drain() -> None:
-            # A handler may fork: the attempts of the parent are none of the child's.
-            if os.getpid() != self._process or not (self._running or self._pending or self._doubts):
-                return
-            is_stored = False
-            if isinstance(self.runtime, ThreadRuntime):
-                log.warning("the process waits up to %g s until its last outcomes are stored", timeout)
-                is_stored = run_blocking(self.drain(timeout))
-            if not is_stored:
-                for record in [*self._running, *self._pending][:100]:
-                    log.error("record %s: its end is not stored, so its outcome will be unknown", record.hex())
+            own = engine()
+            if own is not None:
+                own._drain_last(timeout)
 
         atexit.register(drain)
+        weakref.finalize(self, atexit.unregister, drain).atexit = False
+
+    def _drain_last(self, timeout: float) -> None:
+        # A handler may fork: the attempts of the parent are none of the child's.
+        if os.getpid() != self._process or not (self._running or self._pending or self._doubts):
+            return
+        is_stored = False
+        if isinstance(self.runtime, ThreadRuntime):
+            left = max(0.0, _exit_began_at() + timeout - time.monotonic())
+            log.warning("the process waits up to %g s until its last outcomes are stored", left)
+            is_stored = run_blocking(self.drain(left))
+        if not is_stored:
+            for record in [*self._running, *self._pending][:100]:
+                log.error("record %s: its end is not stored, so its outcome will be unknown", record.hex())
+
+
+@functools.cache
+def _exit_began_at() -> float:
+    """When the first engine began to wait at the exit of the process. The others do not wait longer than it."""
+    return time.monotonic()
 
 
 _LOOP, _THREADS = LoopRuntime(), ThreadRuntime()
 PLAIN = Ids()
-_ENGINES: weakref.WeakKeyDictionary[Any, dict[tuple[str, Ids], Engine]] = weakref.WeakKeyDictionary()
+_Engines = dict[tuple[str, Ids], Engine]
+# Those of stores that take no attributes, which stay in memory with their engines.
+_ENGINES: weakref.WeakKeyDictionary[Any, _Engines] = weakref.WeakKeyDictionary()
 _ENGINES_LOCK = threading.Lock()
+
+
+def _engines_of(store: Any) -> _Engines:
+    """The engines of a store. They are in the store itself, because they refer to it."""
+    attributes = getattr(store, "__dict__", None)
+    if attributes is None:
+        return _ENGINES.setdefault(store, {})
+    engines: _Engines = attributes.setdefault("_oncegate_engines", {})
+    if any(engine.store is not store for engine in engines.values()):
+        # A copy of another store has its attributes.
+        engines = attributes["_oncegate_engines"] = {}
+    return engines
 
 
 def check_store(store: Any) -> None:
@@ -1124,7 +1290,7 @@ def engine_of(store: Any, *, blocking: bool, ids: Ids = PLAIN) -> Engine:
     """The engine of a store in this process: all middlewares and functions on one store and with one id secret share it."""
     check_store(store)
     with _ENGINES_LOCK:
-        engines = _ENGINES.setdefault(store, {})
+        engines = _engines_of(store)
         kind = ("threads" if blocking else "loop", ids)
         if kind not in engines:
             if not engines and _is_one_of_several(store):
@@ -1154,7 +1320,7 @@ async def _drain(store: Store, timeout: float, runtime: Runtime) -> bool:
     check_store(store)
     deadline = time.monotonic() + timeout
     with _ENGINES_LOCK:
-        engines = [engine for engine in _ENGINES.get(store, {}).values() if engine.runtime is runtime]
+        engines = [engine for engine in _engines_of(store).values() if engine.runtime is runtime]
     return all([await engine.drain(max(0.0, deadline - time.monotonic())) for engine in engines])
 
 

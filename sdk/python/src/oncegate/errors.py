@@ -34,9 +34,11 @@ class StoreError(OncegateError):
 class StoreUnavailable(StoreError):
     """The store is out of reach, or has no space (`is_full`). `is_unsent` is true if it certainly applied no command, and
     `is_reached` if its server has answered, with an error, or had taken a connection that broke (`is_broken`), or if the error is
-    that of this process. A call of which the connection broke may be sent again on another one.
+    that of this process, or if another attempt owns the record. A call of which the connection broke may be sent again on another
+    one.
 
-    A server that was reached is no outage, so `store_outage="open"` does not execute.
+    A server that was reached is no outage, so `store_outage="open"` does not execute. `timed_out` names the limit of its client
+    that has run out: that for a connection (`"connect"`), or that for a command (`"command"`).
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class StoreUnavailable(StoreError):
         is_full: bool = False,
         is_reached: bool = False,
         is_broken: bool = False,
+        timed_out: str = "",
     ) -> None:
         super().__init__(text)
+        self.timed_out = timed_out
         self.is_unsent = is_unsent or is_full
         self.is_full = is_full
         self.is_broken = is_broken

@@ -6,14 +6,15 @@ import contextlib
 import inspect
 import os
 import re
+import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import time
+from collections.abc import Callable
 from typing import Any
 
 from ._contract import contract
 from .errors import ConfigError, RecordCorrupt, StoreError, StoreRefused, StoreUnavailable
-from .runtime import USED_UP, is_used_up
+from .runtime import CALL, Call, is_used_up, numbers_of, says_away
 from .store import PURGE_ROWS, Claim, Claimed, EndState, Settled, StoredRecord
 
 __all__ = ["PostgresStore"]
@@ -84,29 +85,37 @@ def _is_function(value: Any) -> bool:
     return True
 
 
-# Texts of psycopg for a connection that was not made.
+# Reasons of psycopg for a connection that was not made.
 _NOT_CONNECTED = re.compile(
-    r"Connection refused|timeout expired|No route to host|Network is unreachable|could not translate|failed to resolve"
-    r"|Name or service not known|No such file or directory"
+    r"Connection refused|timeout expired|Connection timed out|No route to host|Network is unreachable|Host is down"
+    r"|Name or service not known|No address associated with hostname|socket .*No such file or directory"
 )
+_REASON = re.compile(r"^.*(?:failed|failed to resolve host .*|could not translate host name .*): .+$", re.MULTILINE)
 
 
-def _is_away(error: BaseException, state: str | None) -> bool:
-    """True if no connection to PostgreSQL could be made, or if it does not answer."""
-    name = type(error).__name__
-    if state is not None:
-        return state == "08001"
-    # A server was reached, and does not speak TLS, or has a certificate that is not trusted.
-    if isinstance(error, ssl.SSLError):
-        return False
-    # A pool of psycopg does not say why it has no connection.
-    if isinstance(error, TimeoutError) or name in ("PoolTimeout", "ConnectionTimeout"):
-        return True
+def _is_away(error: BaseException) -> bool:
+    """True if no connection to PostgreSQL could be made."""
     if isinstance(error, OSError):
-        if error.errno in USED_UP:
-            return False
-        return not isinstance(error, ConnectionError) or isinstance(error, ConnectionRefusedError)
-    return name == "OperationalError" and "FATAL" not in str(error) and bool(_NOT_CONNECTED.search(str(error)))
+        numbers = [error.errno] if error.errno else numbers_of(str(error))
+        # Files of certificates may be missing, too.
+        is_socket_file = isinstance(error, FileNotFoundError) and _is_of_asyncio(error)
+        return says_away(numbers, is_socket_file=is_socket_file)
+    text = str(error)
+    reasons = _REASON.findall(text)
+    return (
+        type(error).__name__ == "OperationalError"
+        and "FATAL" not in text
+        and bool(reasons)
+        and all(_NOT_CONNECTED.search(reason) for reason in reasons)
+    )
+
+
+def _is_of_asyncio(error: BaseException) -> bool:
+    """True if an event loop has raised the error, as it connected."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("asyncio.")
 
 
 def _is_broken(error: BaseException, state: str | None) -> bool:
@@ -122,6 +131,13 @@ def _is_broken(error: BaseException, state: str | None) -> bool:
         or name == "InternalClientError"
         or (name == "InterfaceError" and "closed" in text)
     )
+
+
+def _shut(connection: Any) -> None:
+    """Ends a connection of psycopg on which a call waits that was given up. Its server may be silent for ever, such as behind a
+    firewall that has forgotten the connection, and the pool would not get it back."""
+    with contextlib.suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.shutdown(socket.SHUT_RDWR)
 
 
 def data(value: Any) -> bytes | None:
@@ -171,7 +187,9 @@ class PostgresStore:
         return await self._row(statement, arguments)
 
     async def _psycopg(self, statement: str, arguments: tuple[Any, ...]) -> Row:
-        async with self._acquired(self.pool.connection()) as connection:
+        call = CALL.get() or Call()
+        async with self.pool.connection() as connection:
+            call.abort = lambda: _shut(connection)
             # A call is a transaction of its own, so that none stays open, with its record, if this process stands still.
             is_own = not connection.autocommit
             if is_own:
@@ -180,31 +198,46 @@ class PostgresStore:
                 cursor = await plain_cursor(connection).execute(percent(statement), arguments)
                 return await cursor.fetchone()
             finally:
+                call.abort = None
                 if is_own and not connection.closed:
                     # The pool closes a connection on which a statement still runs, or rolls back.
                     with contextlib.suppress(Exception):
                         await connection.set_autocommit(False)
 
     async def _psycopg_blocking(self, statement: str, arguments: tuple[Any, ...]) -> Row:
+        call = CALL.get() or Call()
         with self.pool.connection() as connection:
+            call.abort = lambda: _shut(connection)
             is_own = not connection.autocommit
             if is_own:
                 connection.autocommit = True
             try:
                 return plain_cursor(connection).execute(percent(statement), arguments).fetchone()
             finally:
+                call.abort = None
                 if is_own and not connection.closed:
                     with contextlib.suppress(Exception):
                         connection.autocommit = False
 
     async def _asyncpg(self, statement: str, arguments: tuple[Any, ...]) -> Row:
-        async with self._acquired(self.pool.acquire()) as connection:
+        pool, call, asked_at = self.pool, CALL.get() or Call(), time.monotonic()
+        # The pool connects when it needs another connection. If it has as many as it may, others have to give one back first.
+        call.is_waiting = pool.get_size() - pool.get_idle_size() >= pool.get_max_size()
+        try:
+            connection = await pool.acquire()
+        except Exception as error:
+            raise self._read_error(error, is_connecting=True) from error
+        if call.is_waiting:
+            call.begins(asked_at)
+        try:
             return await connection.fetchrow(statement, *arguments)
-
-    @asynccontextmanager
-    async def _acquired(self, connection: Any) -> AsyncIterator[Any]:
-        async with connection as own:
-            yield own
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # Nobody waits for it any more. A server that does not answer would keep the pool from taking it back.
+                connection.terminate()
+            raise
+        finally:
+            await pool.release(connection)
 
     async def _query(self, statement: str, arguments: tuple[Any, ...] = ()) -> Row:
         if self._opened_by not in (None, os.getpid()):
@@ -219,7 +252,7 @@ class PostgresStore:
         except Exception as error:
             raise self._read_error(error) from error
 
-    def _read_error(self, error: Exception) -> StoreError:
+    def _read_error(self, error: Exception, *, is_connecting: bool = False) -> StoreError:
         state = sqlstate(error)
         name = type(error).__name__
         match state:
@@ -241,8 +274,18 @@ class PostgresStore:
                 is_unsent=True,
                 is_reached=True,
             )
-        if _is_away(error, state) and not is_used_up():
-            return StoreUnavailable(f"PostgreSQL did not answer ({state or name})", is_unsent=name == "PoolTimeout")
+        if state is None and not isinstance(error, ssl.SSLError):
+            # A pool of psycopg does not say why it has no connection. That of asyncpg raises the error of connecting, and psycopg
+            # one with a text of its own.
+            is_late = isinstance(error, TimeoutError) and not error.errno
+            is_connecting = is_connecting or name in ("PoolTimeout", "ConnectionTimeout", "OperationalError")
+            is_late = is_late or name in ("PoolTimeout", "ConnectionTimeout")
+            if (is_late or (is_connecting and _is_away(error))) and not is_used_up():
+                return StoreUnavailable(
+                    f"PostgreSQL did not answer ({name})",
+                    is_unsent=is_connecting,
+                    timed_out="" if not is_late else "connect" if is_connecting else "command",
+                )
         if _is_broken(error, state):
             return StoreUnavailable(f"a connection to PostgreSQL broke ({state or name})", is_broken=True)
         # Every other code is an answer, whatever it means, and every other error is that of this process.

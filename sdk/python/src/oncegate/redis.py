@@ -9,11 +9,11 @@ import logging
 import re
 import ssl
 from collections import deque
-from typing import Any
+from typing import Any, Literal
 
 from ._contract import contract
 from .errors import ConfigError, RecordCorrupt, StoreError, StoreRefused, StoreUnavailable
-from .runtime import USED_UP, is_used_up
+from .runtime import is_used_up, numbers_of, says_away
 from .store import Claim, Claimed, EndState, Settled, StoredRecord
 
 __all__ = ["RedisStore"]
@@ -107,6 +107,7 @@ class RedisStore:
                     is_full=error.is_full,
                     is_reached=error.is_reached,
                     is_broken=error.is_broken,
+                    timed_out=error.timed_out,
                 ) from error
             if len(self._verified) >= MAX_NODES:
                 self._verified.clear()
@@ -311,52 +312,55 @@ def _codes(error: BaseException) -> set[str]:
 
 # A text of redis-py for a connection that was not made. Each of its other errors of connections is that of one that was there.
 _NOT_CONNECTED = re.compile(
-    r"Error (?:(?P<number>-?\d+) )?.*?connecting to |Timeout|No (?:master|slave) found|Redis Cluster cannot be connected",
+    r"Error (?:(?P<number>-?\d+) |(?P<several>.*?))connecting to (?P<server>\S*)|No (?:master|slave) found"
+    r"|Redis Cluster cannot be connected",
     re.DOTALL,
 )
 _BROKEN = frozenset({errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED})
+_Meaning = Literal["away", "connect", "command", "broken", "reached"]
 
 
-def _is_away(error: BaseException | None) -> bool | None:
-    """True if no connection to Redis could be made, or if it does not answer. None: a connection was there, and broke. False: it
-    has answered, or this process has not asked it."""
-    found: bool | None = False
+def _meaning(error: BaseException | None) -> _Meaning:
+    """The meaning of an error of a client: no connection could be made (`away`), a limit of the client ran out (`connect` or
+    `command`), or a connection was there and broke. All others are answers, or errors of this process."""
+    found: _Meaning = "reached"
     while error is not None:
-        name = type(error).__name__
+        name, text = type(error).__name__, str(error)
         names = {own.__name__ for own in type(error).__mro__ if own.__module__.startswith("redis.")}
+        numbers: list[int] = []
         if names & {"ResponseError", "AuthenticationError", "AuthorizationError", "InvalidResponse", "DataError"}:
-            return False
-        text, number = str(error), 0
+            return "reached"
         if (
             "max number of clients" in text
             or name == "MaxConnectionsError"
             or text.startswith("No connection available")
         ):
-            return False
+            return "reached"
         if isinstance(error, TimeoutError) or "TimeoutError" in names:
-            found = True
+            found = "connect" if found == "connect" or text.startswith("Timeout connecting") else "command"
         elif "ConnectionError" in names or "RedisClusterException" in names:
             told = _NOT_CONNECTED.match(text)
-            number = int(told["number"] or 0) if told else 0
-            if number in USED_UP:
-                return False
-            found = True if told and number not in _BROKEN else None
-        elif isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
-            found = None
+            numbers = [int(told["number"])] if told and told["number"] else numbers_of(text) if told else []
+            is_file = bool(told and told["server"] and told["server"].startswith("/"))
+            if told is None or _BROKEN.issuperset(numbers or [0]):
+                found = "broken"
+            else:
+                found = "away" if says_away(numbers, is_socket_file=is_file) else "reached"
+        elif isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, EOFError)):
+            found = "broken"
         elif isinstance(error, ssl.SSLError):
             # A server was reached, and does not speak TLS, or has a certificate that is not trusted.
-            return False
+            return "reached"
+        elif isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError):
+            found = "broken"
         elif isinstance(error, OSError):
-            if error.errno in USED_UP:
-                return False
-            found = (
-                None if isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError) else True
-            )
-        elif isinstance(error, EOFError):
-            found = None
+            numbers = [error.errno] if error.errno else numbers_of(text)
+            found = "away" if says_away(numbers) or found == "away" else "reached"
+        if found == "reached" and numbers:
+            return "reached"
         # Only what an error was made of: the others of its context are those of another command. redis-py does not say of what it
         # has made one with a number.
-        error = error.__context__ if number and error.__cause__ is None else error.__cause__
+        error = error.__context__ if numbers and error.__cause__ is None else error.__cause__
     return found
 
 
@@ -372,9 +376,9 @@ def _read_error(error: Exception) -> StoreError:
     if refused := codes & TAKES_NO_KEYS:
         return StoreUnavailable(f"Redis takes no new keys ({min(refused)})", is_full=True)
     # The text of other errors may name the server.
-    is_away, name = _is_away(error), type(error).__name__
-    if is_away and not is_used_up():
-        return StoreUnavailable(f"Redis did not answer ({name})")
-    if is_away is None:
+    meaning, name = _meaning(error), type(error).__name__
+    if meaning == "broken":
         return StoreUnavailable(f"a connection to Redis broke ({name})", is_broken=True)
-    return StoreUnavailable(f"Redis refused ({name})", is_reached=True)
+    if meaning == "reached" or is_used_up():
+        return StoreUnavailable(f"Redis refused ({name})", is_reached=True)
+    return StoreUnavailable(f"Redis did not answer ({name})", timed_out=meaning if meaning != "away" else "")
