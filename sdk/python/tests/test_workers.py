@@ -82,7 +82,7 @@ def workers(parent: int) -> list[int]:
     def command(process: str) -> str:
         try:
             return Path(f"/proc/{process}/cmdline").read_text()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return ""
 
     return [int(process) for process in own if "spawn_main" in command(process)]
