@@ -414,7 +414,7 @@ class Engine:
             except StoreUnavailable as error:
                 if not (again and error.is_broken):
                     raise
-                result = await self._send_again(work, limit, error)
+                result = await self._send_again(work, limit, own, error)
         except (RecordCorrupt, ResponseSealed, StoreRefused):
             self._answered(breaker)
             raise
@@ -452,7 +452,7 @@ class Engine:
                 return await work()
         return await self.runtime.call(work, timeout, in_thread=self.store.is_blocking, call=own)
 
-    async def _send_again(self, work: Work[T], timeout: float, error: StoreUnavailable) -> T:
+    async def _send_again(self, work: Work[T], timeout: float, own: Call, error: StoreUnavailable) -> T:
         """Sends a call again whose connection broke, for a short time: an own limit, because a client waits for each of them."""
         now, pause = time.monotonic(), AGAIN_FIRST
         deadline, last_at = now + timeout, now + min(timeout, AGAIN_FOR)
@@ -461,9 +461,15 @@ class Engine:
             await self.runtime.sleep(pause)
             pause = min(pause * 2, AGAIN_LAST)
             try:
-                return await self._send(work, left, Call())
-            except (TimeoutError, NoThread):
+                return await self._send(work, left, own)
+            except NoThread:
                 break
+            except TimeoutError:
+                if left < timeout / 2:
+                    # It had little time.
+                    break
+                # A pool does not say why it has no connection.
+                raise
             except StoreUnavailable as other:
                 if not other.is_broken:
                     raise
