@@ -3,7 +3,7 @@ import { createHash } from 'node:crypto';
 import { errorMonitor } from 'node:events';
 import { contract } from './contract.js';
 import { CorruptRecordError } from './response.js';
-import { SettingsError } from './settings.js';
+import { SettingsError, shown } from './settings.js';
 import {
   ConnectionLostError,
   StoreFullError,
@@ -165,6 +165,7 @@ function connectionOf(client: RedisClient): Connection {
     throw new SettingsError('RedisStore: give a client of `ioredis` or of `redis` 5, or a function that sends a command');
   }
   if ('callBuffer' in client) {
+    refusePrefix(client);
     const call = (node: Ioredis, [name = '', ...args]: (string | Buffer)[]) => node.callBuffer(String(name), ...args);
     if (!isIoredisCluster(client)) {
       watchConnections(client as Watched);
@@ -199,6 +200,21 @@ function connectionOf(client: RedisClient): Connection {
     nodeOf,
     isTurnedAway: () => client.isReady === false && wasRefused(client),
   };
+}
+
+interface PrefixOptions {
+  keyPrefix?: unknown;
+  redisOptions?: PrefixOptions;
+}
+
+/** Other programs would have other keys, and the mark of an id secret would not be found. */
+function refusePrefix(client: object): void {
+  const { options } = client as { options?: PrefixOptions };
+  const prefix = [options?.keyPrefix, options?.redisOptions?.keyPrefix].find((own) => own !== undefined && own !== '');
+  if (prefix === undefined) return;
+  throw new SettingsError(
+    `RedisStore: the client has the keyPrefix ${shown(prefix)}, so that its keys are not those of other programs: give a client without one`,
+  );
 }
 
 /** A single client of `ioredis` has the property, too. */
