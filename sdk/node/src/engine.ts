@@ -25,7 +25,10 @@ export class StoreUnavailableError extends Error {
   override readonly name = 'StoreUnavailableError';
 }
 
-/** This process executes under the record, or has done so and the store does not know it yet, or the store has refused the request. */
+/**
+ * An owner of the record is or was known while the request waited: this process, or another attempt by a reply of the store. Or the store
+ * has refused the request.
+ */
 export class NotFreeError extends StoreUnavailableError {}
 
 /** The command was not sent. */
@@ -157,6 +160,13 @@ interface Outage {
   wasReached: boolean;
 }
 
+/** The calls of `claim` for a record that are under way. */
+interface Contest {
+  calls: number;
+  /** True if an owner of the record was known at any time since the first of them began. */
+  hadOwner: boolean;
+}
+
 export class Engine {
   readonly store: Store;
   private readonly storeTimeoutMs: number;
@@ -165,6 +175,7 @@ export class Engine {
   /** By record. Concurrent claims of a key may each lose their reply, and any of them may be the one that was granted. */
   private readonly unsettled = new Map<string, Set<Unsettled>>();
   private unsettledCount = 0;
+  private readonly contests = new Map<string, Contest>();
   /** Claims whose reply was lost, and which do not keep others from the record. */
   private readonly lost = new Set<Unsettled>();
   /** How many of them are of attempts that have executed. */
@@ -377,10 +388,37 @@ export class Engine {
    * @throws {StoreUnavailableError} and other errors of stores: nothing is executed
    */
   async claim(claimed: Claimed, policy: Policy): Promise<ClaimResult> {
+    if (this.isClosed) throw new NotFreeError('the process is shutting down');
     const key = claimed.id.toString('latin1');
+    const contest = this.contests.get(key) ?? { calls: 0, hadOwner: this.running.has(key) || this.hasExecuted(key) };
+    contest.calls += 1;
+    this.contests.set(key, contest);
+    try {
+      return await this.waitFor(key, contest, claimed, policy);
+    } catch (error) {
+      // A store that is away by now does not make the key free.
+      throw contest.hadOwner && !isDefinite(error) ? new NotFreeError(reasonOf(error), { cause: error }) : error;
+    } finally {
+      contest.calls -= 1;
+      if (contest.calls === 0) this.contests.delete(key);
+    }
+  }
+
+  /** Returns true if the end of an attempt of this process is not stored yet. */
+  private hasExecuted(key: string): boolean {
+    for (const { hasExecuted } of this.unsettled.get(key) ?? []) if (hasExecuted) return true;
+    return false;
+  }
+
+  /** Notes that the record has an owner, for the requests that wait. */
+  private noteOwner(key: string): void {
+    const contest = this.contests.get(key);
+    if (contest !== undefined) contest.hadOwner = true;
+  }
+
+  private async waitFor(key: string, contest: Contest, claimed: Claimed, policy: Policy): Promise<ClaimResult> {
     const begun = performance.now();
     const deadline = begun + policy.waitMs;
-    if (this.isClosed) throw new NotFreeError('the process is shutting down');
     let waits = false;
     let nap = 25;
     this.claims += 1;
@@ -388,12 +426,13 @@ export class Engine {
       if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS);
       for (;;) {
         for (const before of this.unsettled.get(key) ?? []) {
-          if ((await before.settle()) || before.isElsewhere === true) continue;
+          const isSettled = await before.settle();
+          if (before.isElsewhere === true) contest.hadOwner = true;
+          if (isSettled || before.isElsewhere === true) continue;
           const reason = 'an earlier attempt with this key has no recorded end yet';
           // A lost claim has executed nothing, so it does not keep a request from failing open while the store is away.
-          const hasExecuted = [before, ...(this.unsettled.get(key) ?? [])].some((one) => one.hasExecuted);
           const isAway = before.failure !== undefined && !wasReached(before.failure);
-          throw isAway && !hasExecuted ? new StoreUnavailableError(reason) : new NotFreeError(reason);
+          throw isAway ? new StoreUnavailableError(reason) : new NotFreeError(reason);
         }
         if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS);
         const result = this.running.has(key) ? await this.ownRecord(claimed, policy) : await this.claimOnce(key, claimed, policy);
@@ -407,6 +446,7 @@ export class Engine {
           }
         }
         if (result.outcome !== 'in-progress') return result;
+        contest.hadOwner = true;
         const left = deadline - performance.now();
         if (!waits && left > 0 && this.waiters < MAX_WAITERS) {
           waits = true;
@@ -536,6 +576,7 @@ export class Engine {
   ): Permit {
     const running = new Running();
     this.running.set(key, running);
+    this.noteOwner(key);
     return new Permit(this, claimed.id, grant, policy, claimedAt, (isRelease) => {
       if (this.running.get(key) === running) this.running.delete(key);
       // Once the end is stored or under way, the record is that of this attempt. Only a release leaves it to a claim that comes late.
@@ -630,6 +671,7 @@ export class Engine {
 
   /** @internal Ends an attempt. What the store does not take is tried again in the background until the retention ends. */
   async settle(id: Buffer, token: string, end: End, policy: Policy): Promise<Settled> {
+    this.noteOwner(id.toString('latin1'));
     // No error is made in advance: its stack costs as much as a hash of the request.
     let last: unknown;
     for (let turn = 0; turn < 2; turn += 1) {
@@ -671,6 +713,7 @@ export class Engine {
   }
 
   private remember(key: string, unsettled: Unsettled): void {
+    if (unsettled.hasExecuted) this.noteOwner(key);
     const ofRecord = this.unsettled.get(key);
     if (ofRecord === undefined) this.unsettled.set(key, new Set([unsettled]));
     else ofRecord.add(unsettled);

@@ -6,7 +6,7 @@ import { createServer } from 'node:http';
 import { once } from 'node:events';
 import { mock, test } from 'node:test';
 import { setTimeout as pause } from 'node:timers/promises';
-import { encodeResponse, idempotent, MemoryStore, node, Oncegate, StoreFullError, StoreUnavailableError, withIdempotency } from '../dist/esm/index.js';
+import { attemptOf, encodeResponse, idempotent, MemoryStore, node, Oncegate, StoreFullError, StoreUnavailableError, withIdempotency } from '../dist/esm/index.js';
 
 const GONE = () => Object.assign(new Error('read ECONNRESET'), { code: 'ECONNRESET' });
 const REFUSED = () => Object.assign(new Error('connect ECONNREFUSED'), { code: 'ECONNREFUSED' });
@@ -320,6 +320,91 @@ test('a retry of a claim whose reply was lost is not executed while the store is
     assert.equal(await oncegate.drain(5000), true);
   }
 });
+
+for (const [name, run] of [
+  ['begins while the claim is under way', async ({ ask, claims, finish, isAway }) => {
+    const [first, second] = [ask(), ask()];
+    await until(() => claims.length === 2, 'claims');
+    claims[0]();
+    await until(() => finish.length === 1, 'handler');
+    isAway.now = true;
+    claims[1]();
+    assert.equal(await second, 503);
+    finish[0]();
+    assert.equal(await first, 200);
+  }],
+  ['begins and ends while the claim is under way', async ({ ask, claims, finish, isAway }) => {
+    const [first, second] = [ask(), ask()];
+    await until(() => claims.length === 2, 'claims');
+    claims[0]();
+    await until(() => finish.length === 1, 'handler');
+    finish[0]();
+    assert.equal(await first, 200);
+    isAway.now = true;
+    claims[1]();
+    assert.equal(await second, 503);
+  }],
+  ['has an end that is stored while the claim is under way', async ({ ask, claims, finish, isAway }) => {
+    const first = ask();
+    await until(() => claims.length === 1, 'claim');
+    claims[0]();
+    await until(() => finish.length === 1, 'handler');
+    isAway.now = true;
+    finish[0]();
+    assert.equal(await first, 200);
+    isAway.now = false;
+    const second = ask();
+    await until(() => claims.length === 2, 'claim');
+    isAway.now = true;
+    claims[1]();
+    assert.equal(await second, 503);
+  }],
+  ['was found in another process while the request waited', async ({ ask, claims, isAway, other }) => {
+    const theirs = await other();
+    const second = ask();
+    await until(() => claims.length === 1, 'claim');
+    claims[0]();
+    await until(() => claims.length === 2, 'second claim of the waiting request');
+    isAway.now = true;
+    claims[1]();
+    assert.equal(await second, 503);
+    assert.equal(await theirs.permit.complete('tombstone'), 'done');
+  }],
+]) {
+  test(`storeOutage open: a key whose owner ${name} is not executed`, async () => {
+    const [claims, finish, isAway] = [[], [], { now: false }];
+    let [isHeld, unprotected, claimed] = [true, 0, undefined];
+    const use = () => { if (isAway.now) throw REFUSED(); };
+    const held = async () => {
+      if (isHeld) await new Promise((resolve) => { claims.push(resolve); });
+      use();
+    };
+    const store = remote(false, { before: { claim: held, complete: use, lookup: use, renew: use } });
+    const oncegate = new Oncegate({ store, service: 'x', warn: () => undefined });
+    const handler = withIdempotency(oncegate, { scope: 'single-tenant', storeOutage: 'open', wait: '20s' }, async (request) => {
+      if (attemptOf(request) === undefined) unprotected += 1;
+      else await new Promise((resolve) => { finish.push(resolve); });
+      return new Response('x');
+    });
+    const claim = oncegate.engine.claim.bind(oncegate.engine);
+    oncegate.engine.claim = (...args) => { claimed = args; return claim(...args); };
+    const ask = async (key = 'k') => (await handler(new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': key }, body: 'x' }))).status;
+    // A request that was not granted has shown what identifies it.
+    const other = async () => {
+      [isAway.now, isHeld] = [true, false];
+      assert.equal(await ask(), 200);
+      [isAway.now, isHeld, unprotected] = [false, true, 0];
+      return new Oncegate({ store: store.memory, service: 'x' }).engine.claim(...claimed);
+    };
+    await run({ ask, claims, finish, isAway, other });
+    assert.equal(unprotected, 0);
+    assert.equal(oncegate.engine.contests.size, 0);
+    // Nothing is known of another key.
+    [isAway.now, isHeld] = [true, false];
+    assert.equal(await ask('free'), 200);
+    oncegate.engine.isClosed = true;
+  });
+}
 
 test('broken connections of a pool are tried again, also by the first look at the store', async () => {
   let broken = 10;
