@@ -335,8 +335,8 @@ export function decorate(response: ServerResponse, fields: readonly StoredField[
   // eslint-disable-next-line @typescript-eslint/unbound-method -- called with the response
   const writeHead = response.writeHead as (...args: unknown[]) => ServerResponse;
   response.writeHead = ((...args: unknown[]) => {
-    response.writeHead = writeHead;
     const { status, reason, headers } = headArguments(args);
+    response.writeHead = writeHead;
     applyHeaders(headers, (name, value) => { response.setHeader(name, value); });
     if (!isBehindSidecar) response.removeHeader('idempotency-store');
     response.removeHeader('idempotency-status');
@@ -347,10 +347,19 @@ export function decorate(response: ServerResponse, fields: readonly StoredField[
 
 type HeaderValue = number | string | readonly string[];
 
+/** The status of a response, as Node reads it: a text of digits is a number, too. */
+function statusCode(given: unknown): number {
+  const status = (given as number) | 0;
+  if (status < 100 || status > 999) {
+    throw Object.assign(new RangeError(`Invalid status code: ${String(given)}`), { code: 'ERR_HTTP_INVALID_STATUS_CODE' });
+  }
+  return status;
+}
+
 function headArguments(args: readonly unknown[]): { status: number; reason: string | undefined; headers: unknown } {
   const [status, second, third] = args;
   const hasReason = typeof second === 'string';
-  return { status: status as number, reason: hasReason ? second : undefined, headers: hasReason ? third : (second ?? third) };
+  return { status: statusCode(status), reason: hasReason ? second : undefined, headers: hasReason ? third : (second ?? third) };
 }
 
 function applyHeaders(headers: unknown, set: (name: string, value: HeaderValue) => void): void {
@@ -677,7 +686,6 @@ export class HeldResponse {
     }
     if (this.head !== undefined) throw headersSent();
     const { status, reason, headers } = headArguments(args);
-    if (!Number.isInteger(status) || status < 100 || status > 999) throw new RangeError(`Invalid status code: ${String(status)}`);
     response.statusCode = status;
     if (reason !== undefined) response.statusMessage = reason;
     applyHeaders(headers, (name, value) => { raw.setHeader.call(response, name, value); });
@@ -850,7 +858,7 @@ export class HeldResponse {
       // The handler ran for too long, or has closed its connection, and has ended now: the outcome is known.
       const [late, body] = this.goesOn ? this.lateResponse(chunk, encoding) : [undefined, undefined];
       this.dropLate();
-      const head = late ?? { status: response.statusCode, headers: [] };
+      const head = late ?? { status: statusCode(response.statusCode), headers: [] };
       this.head = head;
       // After the end that is stored before, which it replaces.
       void (async () => {

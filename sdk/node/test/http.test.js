@@ -331,6 +331,23 @@ for (const [name, framework] of [['Express 5', express5], ['Express 4', express4
   });
 }
 
+test('a status that is a text of digits is a number, as in Node', async () => {
+  let runs = 0;
+  const app = express4();
+  app.use(express(newGate(), one));
+  app.post('/', (req, res) => { runs += 1; res.status('201').send('paid'); });
+  const urls = [await listen(createServer(app))];
+  const wrong = [];
+  for (const handle of [
+    (res) => { for (const status of ['abc', '99', 1000]) try { res.writeHead(status); } catch ({ name, code }) { wrong.push(name, code); } res.writeHead('201').end('paid'); },
+    (res) => { res.statusCode = '201'; res.end('paid'); },
+    (res) => { res.writeHead(201.5, 'Created', { 'x-a': 'b' }); res.end('paid'); },
+  ]) urls.push(await listen(createServer(node(newGate(), one, (req, res) => { runs += 1; handle(res); }))));
+  for (const url of urls) for (const replayed of [null, 'true']) assert.deepEqual(await said(await post(url, 'k')), [201, replayed, 'paid']);
+  assert.equal(runs, 4);
+  assert.deepEqual(wrong, Array(3).fill(['RangeError', 'ERR_HTTP_INVALID_STATUS_CODE']).flat());
+});
+
 // Bodies.
 const http2Post = async (client, key, body) => {
   const stream = client.request({ ':method': 'POST', ':path': '/', 'content-type': 'text/plain', 'idempotency-key': key });
