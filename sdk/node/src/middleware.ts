@@ -3,7 +3,7 @@ import { AsyncLocalStorage } from 'node:async_hooks';
 import type { IncomingMessage, OutgoingHttpHeaders, ServerResponse } from 'node:http';
 import { types } from 'node:util';
 import type { Execution, Gate, Oncegate } from './gate.js';
-import { admitNode, BodyReadEarlyError, clearExecution, concerns, declaredLength, isExecuting, setExecution, type NodeRequest } from './node.js';
+import { admitNode, BodyReadEarlyError, breakResponse, clearExecution, concerns, declaredLength, isExecuting, setExecution, type NodeRequest } from './node.js';
 import type { WireResponse } from './refusal.js';
 import { isBehindSidecar, type RequestHead } from './request.js';
 import { isOfRequest } from './headers.js';
@@ -67,8 +67,8 @@ export function node(
       }
     })().catch((error: unknown) => {
       oncegate.engine.handlerFailed(error);
-      if (!response.headersSent) response.writeHead(500);
-      response.end();
+      if (!response.headersSent) response.writeHead(500).end();
+      else if (!response.writableEnded) breakResponse(response);
     });
   };
 }

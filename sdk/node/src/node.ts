@@ -1,6 +1,7 @@
 // Requests and responses of Node's HTTP server, which Express and Fastify use, too.
 import { EventEmitter } from 'node:events';
 import { IncomingMessage, ServerResponse, type OutgoingHttpHeaders } from 'node:http';
+import { constants } from 'node:http2';
 import type { Duplex } from 'node:stream';
 import type { Attempt, BodyRead, Execution, Gate, Oncegate, ParsedBody, ResponseHead } from './gate.js';
 import { canonicalJsonOf } from './fingerprint.js';
@@ -278,6 +279,13 @@ function sendHead(
   response.statusCode = status;
   if (!isWithoutBody(status)) raw.setHeader.call(response, 'content-length', length);
   raw.writeHead.call(response, status);
+}
+
+/** Closes the connection of a response, or resets its stream in HTTP/2, so that a part of a response does not look whole. */
+export function breakResponse(response: ServerResponse, destroy: AnyFunction = rawOf(response).destroy): void {
+  const { req, stream } = response as { req?: IncomingMessage; stream?: { close(code: number): void } };
+  if (stream !== undefined && req !== undefined && req.httpVersionMajor >= 2) stream.close(constants.NGHTTP2_INTERNAL_ERROR);
+  else destroy.call(response);
 }
 
 const isWithoutBody = (status: number): boolean => status === 204 || status === 304;
@@ -888,7 +896,7 @@ export class HeldResponse {
     this.execution.warn(`a response could not be sent: ${(error as Error).name}`);
     this.state = 'passing';
     this.restoreSocket();
-    this.raw.destroy.call(this.response);
+    breakResponse(this.response, this.raw.destroy);
   };
 
   private async finish(head: ResponseHead): Promise<void> {
@@ -909,7 +917,7 @@ export class HeldResponse {
     const { response, raw } = this;
     if (this.isClosed) { this.close(); return; }
     sendHead(response, raw, wire, declared, this.inFront);
-    if (declared > body.length) raw.write.call(response, body, () => { raw.destroy.call(response); });
+    if (declared > body.length) raw.write.call(response, body, () => { breakResponse(response, raw.destroy); });
     else raw.end.call(response, body.subarray(0, declared));
   }
 
@@ -972,8 +980,12 @@ export class HeldResponse {
     }).catch(this.cut);
   }
 
-  /** The handler failed without a response. */
+  /** The handler failed. If it has no response, the client is told so. What was sent of a stream must not look whole. */
   async fail(): Promise<void> {
+    const { response, raw } = this;
+    const breakOff = (): void => { if (!response.writableEnded) breakResponse(response, raw.destroy); };
+    if (this.state === 'switching') this.afterSwitch.push(breakOff);
+    if (this.state === 'passing') breakOff();
     if (this.state !== 'holding') return;
     this.state = 'ended';
     clearTimeout(this.timer);

@@ -331,6 +331,45 @@ for (const [name, framework] of [['Express 5', express5], ['Express 4', express4
   });
 }
 
+for (const [name, create, ask] of [
+  ['HTTP/1', createServer, async (url, path, key) => (await post(url + path, key)).text()],
+  ['HTTP/2', createHttp2Server, async (url, path, key) => {
+    const client = connectHttp2(url);
+    try {
+      const stream = client.request({ ':method': 'POST', ':path': path, ...(key === undefined ? {} : { 'idempotency-key': key }) });
+      let text = '';
+      stream.setEncoding('utf8').on('data', (chunk) => { text += chunk; }).end();
+      await once(stream, 'end', { signal: AbortSignal.timeout(20_000) });
+      assert.equal(stream.rstCode, 0);
+      return text;
+    } finally {
+      client.destroy();
+    }
+  }],
+]) {
+  test(`${name}: a handler of node() that throws after the head of a stream does not leave a part that looks whole`, async () => {
+    const { log, oncegate } = logging();
+    const sent = { '/large': ['text/plain', 'x'.repeat(2 << 20)], '/event': ['text/event-stream', 'data: 1\n\n'], '/part': ['text/plain', 'part'] };
+    const url = await listen(create(node(oncegate, one, async (req, res) => {
+      const [path, when] = req.url.split('?');
+      const [type, text] = sent[path];
+      res.writeHead(200, { 'content-type': type });
+      res.write(text);
+      // The response is a stream by then, or the middleware switches to one.
+      if (when === 'later') await new Promise((resolve) => { res.once('drain', resolve); if (path === '/part' || (path === '/event' && !req.headers['idempotency-key'])) resolve(); });
+      if (when === 'ended') res.end();
+      throw new Error('boom');
+    })));
+    for (const key of [undefined, 'key']) {
+      for (const path of ['/large', '/event', ...(key === undefined ? ['/part'] : [])]) {
+        for (const when of ['now', 'later']) await assert.rejects(ask(url, `${path}?${when}`, key && path + when), `${path} ${when} ${key}`);
+        assert.equal(await ask(url, `${path}?ended`, key && `${path}ended`), sent[path][1]);
+      }
+    }
+    assert.ok(log.filter((line) => /a handler failed: Error: boom/.test(line)).length >= 15);
+  });
+}
+
 test('a status that is a text of digits is a number, as in Node', async () => {
   let runs = 0;
   const app = express4();
