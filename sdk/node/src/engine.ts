@@ -89,6 +89,8 @@ const FAILED_LOOK_AGAIN_MS = 1000;
 const REFUSED_FOR_MS = 1000;
 const DAY_MS = 86_400_000;
 
+/** The longest pause between two tries while the process ends. */
+const HURRIED_PAUSE_MS = 250;
 const MAX_UNSETTLED = 65_536;
 const MAX_WAITERS = 1000;
 const MAX_DEFERRED_BYTES = 256 * 1024 * 1024;
@@ -740,21 +742,38 @@ export class Engine {
     })();
   }
 
+  /** Tries once to settle what the store does not know yet, and looks for lost claims if asked to. True if nothing is left. */
+  private async settleAll(seeksLost: boolean): Promise<boolean> {
+    const open = [...[...this.unsettled.values()].flatMap((ofRecord) => [...ofRecord]), ...(seeksLost ? this.lost : [])];
+    return (await Promise.all(open.map(({ settle }) => settle()))).every(Boolean);
+  }
+
+  /** Tries to settle the ends of attempts again, with short pauses, until the function that it returns is called. */
+  hurry(): () => void {
+    let isOver = false;
+    void (async () => {
+      while (!isOver) {
+        await this.settleAll(false);
+        await unrefPause(HURRIED_PAUSE_MS);
+      }
+    })();
+    return () => { isOver = true; };
+  }
+
   /**
    * Accepts no more claims, and waits until the claims under way have a result, the running attempts have ended, and their ends are
-   * stored. True if all have.
+   * stored. What is known is sent to the store at least once, also without any time. True if all is stored.
    */
   async drain(timeoutMs = 30_000): Promise<boolean> {
     this.isClosed = true;
     const until = performance.now() + timeoutMs;
-    while (performance.now() < until) {
-      if (this.running.size === 0 && this.claims === 0) {
-        const open = [...[...this.unsettled.values()].flatMap((ofRecord) => [...ofRecord]), ...this.lost];
-        if ((await Promise.all(open.map(({ settle }) => settle()))).every(Boolean)) return true;
-      }
-      await pause(20);
+    for (let nap = 20; ; nap = Math.min(nap * 2, HURRIED_PAUSE_MS)) {
+      const hasEnded = this.running.size === 0 && this.claims === 0;
+      if ((await this.settleAll(hasEnded || nap === 20)) && hasEnded) return true;
+      const left = until - performance.now();
+      if (left <= 0) return false;
+      await pause(Math.min(nap, left));
     }
-    return false;
   }
 }
 

@@ -211,6 +211,68 @@ test('drain waits for a claim that is under way, and for a duplicate that waits 
   await Promise.all([duplicate, elsewhere]);
 });
 
+test('drain tries once without any time, also while a handler runs, and again and again with some', async () => {
+  let [isAway, completions] = [true, 0];
+  const store = remote(true, { before: { complete: () => { completions += 1; if (isAway) throw REFUSED(); } } });
+  const oncegate = new Oncegate({ store, service: 'x', warn: () => undefined });
+  const ends = new Map();
+  const pay = idempotent(oncegate, { name: 'pay', key: (key) => key, errors: 'unknown', wait: 0 }, (key) => (key.startsWith('slow') ? new Promise((resolve) => { ends.set(key, resolve); }) : key));
+  assert.equal(await pay('k'), 'k');
+  const slow = pay('slow');
+  await until(() => ends.size === 1, 'handler');
+  assert.equal(oncegate.engine.unsettledCount, 1);
+  isAway = false;
+  assert.equal(await oncegate.drain(0), false);
+  assert.equal(oncegate.engine.unsettledCount, 0);
+  assert.deepEqual(store.ends, ['complete done']);
+  isAway = true;
+  const before = completions;
+  const draining = oncegate.drain('20s');
+  ends.get('slow')('done');
+  assert.equal(await slow, 'done');
+  await until(() => completions > before + 4, 'tries');
+  isAway = false;
+  assert.equal(await draining, true);
+});
+
+test('shutdown stores what the store takes again while a response without an end is open', async () => {
+  let isAway = true;
+  const store = remote(false, { before: { complete: (_, __, state) => { if (isAway && state === 'completed') throw REFUSED(); } } });
+  const oncegate = new Oncegate({ store, service: 'x', warn: () => undefined });
+  // Its usual tries have pauses of seconds after a while.
+  oncegate.engine.settleLater = () => undefined;
+  const server = createServer(node(oncegate, { scope: 'single-tenant', wait: 0 }, (req, res) => {
+    if (req.url === '/events') res.writeHead(200, { 'content-type': 'text/event-stream' }).write('data: 1\n\n');
+    else res.end('paid');
+  })).listen(0, '127.0.0.1');
+  await once(server, 'listening');
+  const url = `http://127.0.0.1:${server.address().port}`;
+  const events = await fetch(`${url}/events`, { method: 'POST', headers: { 'idempotency-key': 'events' } });
+  const paid = await fetch(url, { method: 'POST', headers: { 'idempotency-key': 'k', connection: 'close' } });
+  assert.equal(paid.headers.get('idempotency-status'), 'not-stored');
+  const shutdown = oncegate.shutdown(server, '1h');
+  isAway = false;
+  await until(() => oncegate.engine.unsettledCount === 0, 'end that is stored');
+  await events.body.cancel();
+  assert.equal(await shutdown, true);
+});
+
+test('shutdown drains before its time is over, also while a response without an end is open', async () => {
+  const oncegate = new Oncegate({ store: remote(false), service: 'x', warn: () => undefined });
+  const server = createServer(node(oncegate, { scope: 'single-tenant', wait: 0 }, (req, res) => {
+    res.writeHead(200, { 'content-type': 'text/event-stream' }).write('data: 1\n\n');
+  })).listen(0, '127.0.0.1');
+  await once(server, 'listening');
+  const events = await fetch(`http://127.0.0.1:${server.address().port}`, { method: 'POST', headers: { 'idempotency-key': 'k' } });
+  const given = [];
+  const drain = oncegate.engine.drain.bind(oncegate.engine);
+  oncegate.engine.drain = (ms) => { given.push(ms); return drain(ms); };
+  assert.equal(await oncegate.shutdown(server, 400), false);
+  assert.ok(given.length === 1 && given[0] > 0, String(given));
+  await events.body.cancel();
+  server.closeAllConnections();
+});
+
 for (const [name, errors, isOutage] of [
   ['an answer of the server is no outage', [
     Object.assign(new Error('LOADING Redis is loading the dataset in memory'), { name: 'ReplyError' }),
