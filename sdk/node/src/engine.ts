@@ -2,11 +2,12 @@
 import { closeSync, openSync } from 'node:fs';
 import { devNull } from 'node:os';
 import { attemptId } from './bytes.js';
-import { Moment } from './clocks.js';
+import { LOOP, Moment } from './clocks.js';
 import { IdGuard, MARK, type Ids } from './ids.js';
 import { CorruptRecordError } from './response.js';
 import {
   ConnectionLostError,
+  DelayedError,
   SealedError,
   type Claim,
   type ClaimReply,
@@ -158,8 +159,10 @@ class Running {
 interface Outage {
   strikes: number;
   openUntil: number;
-  /** True if the server was reached at the last failure. */
+  /** True if the last failure was not that of a store that is away. */
   wasReached: boolean;
+  /** When the last answer came, by `performance.now()`. */
+  answeredAt: number;
 }
 
 /** The calls of `claim` for a record that are under way. */
@@ -253,7 +256,7 @@ export class Engine {
     if (own === undefined) {
       // Nodes of a cluster come and go.
       if (this.outages.size >= MAX_PARTS) this.outages.clear();
-      own = { strikes: 0, openUntil: 0, wasReached: false };
+      own = { strikes: 0, openUntil: 0, wasReached: false, answeredAt: -Infinity };
       this.outages.set(part, own);
     }
     return own;
@@ -271,14 +274,16 @@ export class Engine {
 
   private async send<T>(id: Buffer, command: () => Promise<T>): Promise<T> {
     const outage = this.outageOf(id);
+    const begun = performance.now();
+    LOOP.watch(begun);
     try {
-      const reply = await this.inTime(command());
+      const reply = await this.inTime(command(), outage);
       outage.strikes = 0;
       outage.openUntil = 0;
       return reply;
     } catch (failure) {
       if (isDefinite(failure)) throw failure;
-      const error = !wasReached(failure) && this.store.isTurnedAway?.(id) === true ? new TurnedAwayError() : failure;
+      const error = await this.judged(id, outage, begun, failure);
       outage.strikes += 1;
       outage.wasReached = wasReached(error);
       if (outage.strikes >= MAX_STRIKES) {
@@ -287,6 +292,17 @@ export class Engine {
       }
       throw error;
     }
+  }
+
+  /** The failure of a command, or an error that says why it is none of a store that is away. */
+  private async judged(id: Buffer, outage: Outage, begun: number, failure: unknown): Promise<unknown> {
+    if (wasReached(failure)) return failure;
+    if (this.store.isTurnedAway?.(id) === true) return new TurnedAwayError();
+    if (!isTimeOut(failure)) return failure;
+    // What has come meanwhile is read first.
+    await nextTurn();
+    if (outage.answeredAt > begun) return new DelayedError(`${reasonOf(failure)}, and it answers other commands`);
+    return LOOP.wasBlocked(performance.now()) ? new DelayedError(`${reasonOf(failure)}, and the event loop was blocked`) : failure;
   }
 
   /**
@@ -305,15 +321,21 @@ export class Engine {
     }
   }
 
-  private inTime<T>(reply: Promise<T>): Promise<T> {
+  private inTime<T>(reply: Promise<T>, outage: Outage): Promise<T> {
     return new Promise<T>((resolve, reject) => {
       const timer = setTimeout(() => {
-        reject(new StoreUnavailableError(`the store did not answer within ${String(this.storeTimeoutMs)} ms`));
+        // A reply that is there, and was not read while the event loop was blocked, comes first.
+        void nextTurn().then(() => { reject(new StoreUnavailableError(`the store did not answer within ${String(this.storeTimeoutMs)} ms`)); });
       }, this.storeTimeoutMs);
+      // Replies that come late show that the store answers, too.
       reply.then(
-        (value) => { clearTimeout(timer); resolve(value); },
-        // eslint-disable-next-line @typescript-eslint/prefer-promise-reject-errors -- the error of the store, as it is
-        (error: unknown) => { clearTimeout(timer); reject(error); },
+        (value) => { clearTimeout(timer); outage.answeredAt = performance.now(); resolve(value); },
+        (error: unknown) => {
+          clearTimeout(timer);
+          if (isAnswer(error)) outage.answeredAt = performance.now();
+          // eslint-disable-next-line @typescript-eslint/prefer-promise-reject-errors -- the error of the store, as it is
+          reject(error);
+        },
       );
     });
   }
@@ -777,6 +799,11 @@ export class Engine {
   }
 }
 
+/** Resolves when the event loop has read what is there. */
+function nextTurn(): Promise<void> {
+  return new Promise((resolve) => { setImmediate(resolve); });
+}
+
 /** A pause that does not keep the process alive. */
 function unrefPause(ms: number): Promise<void> {
   return new Promise((resolve) => setTimeout(resolve, ms).unref());
@@ -832,6 +859,20 @@ const AWAY = new RegExp(
   'i',
 );
 
+/** What a pool of `pg` says if none of its connections was free in time. If a connection cannot be made in time, it says something else. */
+const NO_FREE_CONNECTION = /exceeded when trying to connect/;
+
+/** Returns true if an error says that there was no answer in time. */
+function isTimeOut(error: unknown): boolean {
+  const { code, message } = (error ?? {}) as { code?: unknown; message?: unknown };
+  return typeof code === 'string' ? /TIMED?_?OUT/.test(code) : /tim(?:ed ?|e)-?out|did not answer/i.test(String(message));
+}
+
+/** Returns true if the server has sent an error. */
+function isAnswer(error: unknown): boolean {
+  return isDefinite(error) || (wasReached(error) && !wasBroken(error) && !(error instanceof DelayedError));
+}
+
 /**
  * Returns false if an error says that the store is away: a connection cannot be made, or there is no answer in time. Every other error is
  * no outage: that of a server, of a connection that was made and then broken, of a certificate, or of this process, such as of a pool that
@@ -845,14 +886,14 @@ export function wasReached(error: unknown): boolean {
 /** A driver may raise class 08 for a connection that cannot be made; an error of a server has a severity. */
 function isOutage(error: unknown): boolean {
   if (error instanceof StoreUnavailableError) return !(error instanceof TurnedAwayError);
-  if (wasBroken(error)) return false;
+  if (wasBroken(error) || error instanceof DelayedError) return false;
   const { name, code, syscall, message, severity } = (error ?? {}) as Readonly<Record<string, unknown>>;
   if (name === 'ReplyError') return false;
   if (typeof code === 'string') {
     if (SQLSTATE.test(code)) return severity === undefined && code.startsWith('08');
     return hadNoConnection(error as object) || /^(?:connect|getaddrinfo|query)/.test(String(syscall)) || /TIMED?_?OUT/.test(code);
   }
-  return typeof message === 'string' && !/^[A-Z][A-Z0-9]+(?: |$)/.test(message) && AWAY.test(message);
+  return typeof message === 'string' && !/^[A-Z][A-Z0-9]+(?: |$)/.test(message) && AWAY.test(message) && !NO_FREE_CONNECTION.test(message);
 }
 
 /**
@@ -877,7 +918,7 @@ function wasNotApplied(error: unknown): boolean {
     // An error of PostgreSQL undoes its statement, unless the session was ended, perhaps while it committed.
     if (SQLSTATE.test(code)) return !/^(?:08|57P)/.test(code);
   }
-  return typeof message === 'string' && /exceeded when trying to connect/.test(message);
+  return typeof message === 'string' && NO_FREE_CONNECTION.test(message);
 }
 
 function isUndecided({ outcome }: ClaimReply): boolean {
