@@ -401,6 +401,12 @@ export class Engine {
     }
   }
 
+  /** The error of a look that no look before makes up for. If only the part with the mark is away, other processes still use that with the record. */
+  private ofMark(id: Buffer, error: unknown): unknown {
+    const isElsewhere = this.store.partOf !== undefined && this.store.partOf(MARK) !== this.store.partOf(id);
+    return isElsewhere && !isDefinite(error) ? new NotFreeError(reasonOf(error), { cause: error }) : error;
+  }
+
   /** The record as the store has it. */
   lookup(id: Buffer): Promise<RecordView | undefined> {
     return this.ask(id, () => this.store.lookup(id));
@@ -447,7 +453,7 @@ export class Engine {
     let nap = 25;
     this.claims += 1;
     try {
-      if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS);
+      if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS).catch((error: unknown) => { throw this.ofMark(claimed.id, error); });
       for (;;) {
         for (const before of this.unsettled.get(key) ?? []) {
           const isSettled = await before.settle();
@@ -458,7 +464,7 @@ export class Engine {
           const isAway = before.failure !== undefined && !wasReached(before.failure);
           throw isAway ? new StoreUnavailableError(reason) : new NotFreeError(reason);
         }
-        if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS);
+        if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS).catch((error: unknown) => { throw this.ofMark(claimed.id, error); });
         const result = this.running.has(key) ? await this.ownRecord(claimed, policy) : await this.claimOnce(key, claimed, policy);
         if (result.outcome === 'execute' && !this.hasLooked(LOOK_COUNTS_MS)) {
           // A claim that was under way for long may have been granted after another process began to use the store with an id secret.

@@ -548,6 +548,23 @@ test('storeOutage open: a pool without a free connection is no outage', async ()
   oncegate.engine.isClosed = true;
 });
 
+test('storeOutage open: a process that has not read the mark of an id secret executes no key of another node', async () => {
+  let [isMarkAway, isAway] = [true, false];
+  const isMark = (id) => id.toString('hex').startsWith('3a75297e');
+  const base = remote(false, { before: { lookup: (id) => { if (isMark(id) && isMarkAway) throw REFUSED(); }, claim: () => { if (isAway) throw REFUSED(); } } });
+  const ofParts = (partOf) => openOn({ ...base, partOf });
+  const { oncegate, ask } = ofParts((id) => (isMark(id) ? 'one' : 'other'));
+  for (const key of ['a', 'b', 'c', 'd']) assert.equal(await ask(key), '503 refused');
+  isMarkAway = false;
+  await until(async () => (await ask('e')) === '200 protected', 'look');
+  // From now on, it is known that the store has no mark.
+  [isMarkAway, isAway] = [true, true];
+  assert.equal(await ask('f'), '200 failed-open');
+  const same = ofParts(() => 'one');
+  assert.equal(await same.ask('g'), '200 failed-open');
+  for (const { engine } of [oncegate, same.oncegate]) engine.isClosed = true;
+});
+
 test('broken connections of a pool are tried again, also by the first look at the store', async () => {
   let broken = 10;
   const use = () => { if (broken % 5 !== 0) { broken -= 1; throw GONE(); } };
