@@ -288,9 +288,14 @@ async function execute(gate: Gate, execution: Execution, handler: () => Promise<
     let body: Buffer | undefined;
     let rest: ReadableStream<Uint8Array> | undefined;
     try {
-      response = await handler();
-      if (response.type === 'error') throw new Error('the handler returned Response.error()');
-      ({ body, rest } = await readResponse(execution, response));
+      try {
+        response = await handler();
+        if (response.type === 'error') throw new Error('the handler returned Response.error()');
+        ({ body, rest } = await readResponse(execution, response));
+      } finally {
+        // It has ended. That the store takes its end late is no fault of the handler.
+        clearTimeout(timer);
+      }
     } catch (error) {
       if (error instanceof ResponseLostError) {
         // It was done, and its response went nowhere.
@@ -312,7 +317,6 @@ async function execute(gate: Gate, execution: Execution, handler: () => Promise<
     return webResponse(await execution.finish(head, body), rest);
   })();
   const first = await Promise.race([work, late]);
-  clearTimeout(timer);
   return first === 'late' ? webResponse(await execution.fail('its handler ran for longer than handlerTimeout', true)) : first;
 }
 

@@ -761,6 +761,15 @@ test('Hono: a handler whose client was answered by middleware before it is done'
   assert.equal(runs, 1);
 });
 
+test('Web handlers: handlerTimeout is over when the handler has ended, however long the store takes', async () => {
+  const store = new MemoryStore();
+  const complete = store.complete.bind(store);
+  store.complete = async (...args) => { await pause(200); return complete(...args); };
+  const handler = withIdempotency(newGate({ store }), { ...one, handlerTimeout: '100ms' }, () => new Response('paid'));
+  const ask = async () => said(await handler(new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': 'k' }, body: 'x' })));
+  assert.deepEqual([await ask(), await ask()], [[200, null, 'paid'], [200, 'true', 'paid']]);
+});
+
 test('Next.js: redirect and notFound are responses', async () => {
   let runs = 0;
   const thrown = (digest) => { runs += 1; throw Object.assign(new Error(digest.split(';')[0]), { digest }); };
