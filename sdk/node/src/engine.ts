@@ -993,10 +993,14 @@ export class Permit {
   private async renewOnce(): Promise<void> {
     let next = this.policy.leaseMs / 3;
     try {
-      if ((await this.engine.renew(this.id, this.token, this.policy)) === 'fenced' && !this.isEnded) {
-        this.isLost = true;
-        this.controller?.abort(lostReason());
-        return;
+      if ((await this.engine.renew(this.id, this.token, this.policy)) === 'fenced') {
+        // After the lease, a retry that is not executed makes the outcome unknown: then no other attempt has the record.
+        const record = await this.engine.lookup(this.id);
+        if (record !== undefined && record.token !== this.token && !this.isEnded) {
+          this.isLost = true;
+          this.controller?.abort(lostReason());
+          return;
+        }
       }
     } catch {
       next = this.policy.leaseMs / 10;

@@ -565,6 +565,25 @@ test('storeOutage open: a process that has not read the mark of an id secret exe
   for (const { engine } of [oncegate, same.oncegate]) engine.isClosed = true;
 });
 
+test('the signal of an attempt aborts when another attempt has the record, and not when its outcome has become unknown', async () => {
+  for (const [onAbandoned, isAborted] of [['park', false], ['reexecute', true]]) {
+    let now = 1000;
+    const store = new MemoryStore({ now: () => now });
+    const { engine } = new Oncegate({ store, service: 'x', warn: () => undefined });
+    const policy = { leaseMs: 60_000, retentionMs: 3_600_000, waitMs: 0, onAbandoned };
+    const claimed = { id: randomBytes(32), fingerprint: Buffer.concat([Buffer.of(1), Buffer.alloc(32)]), callerTag: Buffer.alloc(8), keyTag: Buffer.alloc(8), operation: 'x' };
+    const { permit } = await engine.claim(claimed, policy);
+    const { signal } = permit;
+    now += 60_001;
+    const retry = await new Oncegate({ store, service: 'x', warn: () => undefined }).engine.claim(claimed, policy);
+    assert.equal(retry.outcome, isAborted ? 'execute' : 'unknown');
+    await permit.renewOnce();
+    assert.equal(signal.aborted, isAborted);
+    assert.equal(await permit.complete('tombstone'), isAborted ? 'fenced' : 'done');
+    retry.permit?.leave();
+  }
+});
+
 test('broken connections of a pool are tried again, also by the first look at the store', async () => {
   let broken = 10;
   const use = () => { if (broken % 5 !== 0) { broken -= 1; throw GONE(); } };
