@@ -282,6 +282,7 @@ export class Engine {
       outage.openUntil = 0;
       return reply;
     } catch (failure) {
+      noteUsedUp(failure);
       if (isDefinite(failure)) throw failure;
       const error = await this.judged(id, outage, begun, failure);
       outage.strikes += 1;
@@ -829,14 +830,18 @@ function isDefinite(error: unknown): boolean {
   );
 }
 
-const NO_CONNECTION = new Set(['ECONNREFUSED', 'ENOTFOUND', 'EAI_AGAIN']);
-/** An open connection fails with these, too. */
-const PERHAPS_NO_CONNECTION = new Set(['EHOSTUNREACH', 'ENETUNREACH', 'ETIMEDOUT']);
+const NO_CONNECTION = new Set(['ECONNREFUSED', 'ENOTFOUND', 'EAI_AGAIN', 'EAI_NODATA', 'EAI_NONAME']);
+/** An open connection fails with these, too. `ENOENT`: there is no socket file. */
+const PERHAPS_NO_CONNECTION = new Set(['EHOSTUNREACH', 'ENETUNREACH', 'EHOSTDOWN', 'ETIMEDOUT', 'ENOENT']);
 
-/** Returns true if an error of Node says that there was no connection, so that nothing was sent. */
+/**
+ * Returns true if an error of Node says that there was no connection, so that nothing was sent. Every other error of connecting, such as
+ * `EADDRNOTAVAIL` or `EACCES`, is one of this process.
+ */
 export function hadNoConnection({ code, syscall, errors }: { code?: unknown; syscall?: unknown; errors?: unknown }): boolean {
   if (typeof code !== 'string') return false;
-  // An error of all addresses of a host has no `syscall`.
+  // That of all addresses of a host.
+  if (Array.isArray(errors) && errors.length > 0) return (errors as object[]).every(hadNoConnection);
   return NO_CONNECTION.has(code) || (PERHAPS_NO_CONNECTION.has(code) && (syscall === 'connect' || (syscall === undefined && Array.isArray(errors))));
 }
 
@@ -893,24 +898,37 @@ export function wasReached(error: unknown): boolean {
 function isOutage(error: unknown): boolean {
   if (error instanceof StoreUnavailableError) return !(error instanceof TurnedAwayError);
   if (wasBroken(error) || error instanceof DelayedError) return false;
-  const { name, code, syscall, message, severity } = (error ?? {}) as Readonly<Record<string, unknown>>;
+  const { name, code, syscall, message, severity, errors } = (error ?? {}) as Readonly<Record<string, unknown>>;
   if (name === 'ReplyError') return false;
   if (typeof code === 'string') {
     if (SQLSTATE.test(code)) return severity === undefined && code.startsWith('08');
-    return hadNoConnection(error as object) || /^(?:connect|getaddrinfo|query)/.test(String(syscall)) || /TIMED?_?OUT/.test(code);
+    return hadNoConnection(error as object) || (code !== 'ETIMEDOUT' && /TIMED?_?OUT/.test(code)) || (code === 'ETIMEDOUT' && syscall === undefined && errors === undefined);
   }
   return typeof message === 'string' && !/^[A-Z][A-Z0-9]+(?: |$)/.test(message) && AWAY.test(message) && !NO_FREE_CONNECTION.test(message);
 }
 
+/** The time for which an error that names used-up descriptors keeps others from counting: one may be free for a moment. */
+const USED_UP_MS = 10_000;
+let usedUpAt = -Infinity;
+
+/** Notes if an error says that the process or the machine has no file descriptors left. */
+export function noteUsedUp(error: unknown): void {
+  const { code, errors, cause } = (error ?? {}) as { code?: unknown; errors?: unknown; cause?: unknown };
+  const all = [code, ...[...(Array.isArray(errors) ? (errors as unknown[]) : []), cause].map((own) => (own as { code?: unknown } | null | undefined)?.code)];
+  if (all.includes('EMFILE') || all.includes('ENFILE')) usedUpAt = performance.now();
+}
+
 /**
- * Returns true if this process can open nothing, as when clients hold all of its file descriptors. Then no error says that a server is
- * away: it cannot be connected to, and its name is not found.
+ * Returns true if this process can open nothing, as when clients hold all of its file descriptors, or could not a moment ago. Then no error
+ * says that a server is away: it cannot be connected to, and its name is not found.
  */
 function isUsedUp(): boolean {
+  if (performance.now() - usedUpAt < USED_UP_MS) return true;
   try {
     closeSync(openSync(devNull, 'r'));
     return false;
-  } catch {
+  } catch (error) {
+    noteUsedUp(error);
     return true;
   }
 }

@@ -2,6 +2,7 @@
 import { createHash } from 'node:crypto';
 import { errorMonitor } from 'node:events';
 import { contract } from './contract.js';
+import { hadNoConnection, noteUsedUp } from './engine.js';
 import { CorruptRecordError } from './response.js';
 import { SettingsError, shown } from './settings.js';
 import {
@@ -104,12 +105,14 @@ function watchConnections(client: Watched): void {
   });
 }
 
-/** Returns true if a client could not connect to a server that was reached: it resets the connection, or its TLS is refused. */
+/**
+ * Returns true if the error of a client that could not connect is not that of a server which is away: the server resets the connection, its
+ * TLS is refused, or this process cannot connect.
+ */
 function hasReached(error: unknown): boolean {
-  const { code } = (error ?? {}) as { code?: unknown };
-  if (typeof code !== 'string') return false;
-  // Codes of certificates are words, in contrast to those of connections.
-  return code === 'ECONNRESET' || code === 'EPROTO' || /^ERR_(?:TLS|SSL)_/.test(code) || !/^(?:E[A-Z0-9]+|EAI_\w+|ERR_\w+)$/.test(code);
+  noteUsedUp(error);
+  const own = (error ?? {}) as { code?: unknown };
+  return typeof own.code === 'string' && !hadNoConnection(own);
 }
 
 const wasRefused = (client: object): boolean => PROGRESS.get(client)?.last === 'refused';

@@ -298,6 +298,8 @@ for (const [name, errors, isOutage] of [
     new Error('SASL: SCRAM-SERVER-FIRST-MESSAGE: client password must be a string'),
     new Error('Cannot use a pool after calling end on the pool'),
     new Error('timeout exceeded when trying to connect'),
+    ...['ENOBUFS', 'ENOMEM', 'EAGAIN', 'EADDRNOTAVAIL', 'EACCES', 'EPERM', 'EINVAL', 'EXYZ'].map((code) => Object.assign(new Error(`connect ${code}`), { code, syscall: 'connect' })),
+    Object.assign(new AggregateError([REFUSED(), Object.assign(new Error('connect EACCES'), { code: 'EACCES', syscall: 'connect' })]), { code: 'ECONNREFUSED' }),
     new TypeError("Cannot read properties of undefined (reading '0')"),
   ], false],
   ['a connection that cannot be made is an outage', [
@@ -485,6 +487,31 @@ function openOn(store) {
 
 /** The event loop may be late by itself on a busy machine. */
 const opensAt = (ask) => until(async () => (await ask(randomBytes(8).toString('hex'))) === '200 failed-open', 'execution without protection');
+
+test('storeOutage open: descriptors that were used up a moment ago keep other errors from counting', async () => {
+  let error = Object.assign(new Error('connect EMFILE'), { code: 'EMFILE', syscall: 'connect' });
+  const { oncegate, ask } = openOn(remote(false, { before: { claim: () => { throw error; } } }));
+  const { now } = performance;
+  let skipped = 0;
+  performance.now = () => now.call(performance) + skipped;
+  try {
+    assert.equal(await ask('a'), '503 refused');
+    error = REFUSED();
+    for (const key of ['a', 'b', 'c', 'd']) assert.equal(await ask(key), '503 refused');
+    skipped = 10_000;
+    assert.equal(await ask('a'), '200 failed-open');
+    error = Object.assign(new AggregateError([Object.assign(new Error(''), { code: 'ENFILE' })]), { code: 'EHOSTUNREACH' });
+    skipped += 2000;
+    for (const key of ['a', 'b', 'c', 'd']) assert.equal(await ask(key), '503 refused');
+    skipped += 20_000;
+    error = REFUSED();
+    assert.equal(await ask('e'), '200 failed-open');
+  } finally {
+    // Other tests must not find them used up.
+    skipped += 20_000;
+    oncegate.engine.isClosed = true;
+  }
+});
 
 const block = (ms) => { const end = performance.now() + ms; while (performance.now() < end); };
 
