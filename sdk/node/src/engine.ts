@@ -2,11 +2,12 @@
 import { closeSync, openSync } from 'node:fs';
 import { devNull } from 'node:os';
 import { attemptId } from './bytes.js';
-import { Moment } from './clocks.js';
+import { LOOP, Moment } from './clocks.js';
 import { IdGuard, MARK, type Ids } from './ids.js';
 import { CorruptRecordError } from './response.js';
 import {
   ConnectionLostError,
+  DelayedError,
   SealedError,
   type Claim,
   type ClaimReply,
@@ -25,7 +26,10 @@ export class StoreUnavailableError extends Error {
   override readonly name = 'StoreUnavailableError';
 }
 
-/** This process executes under the record, or has done so and the store does not know it yet, or the store has refused the request. */
+/**
+ * An owner of the record is or was known while the request waited: this process, or another attempt by a reply of the store. Or the store
+ * has refused the request.
+ */
 export class NotFreeError extends StoreUnavailableError {}
 
 /** The command was not sent. */
@@ -86,6 +90,8 @@ const FAILED_LOOK_AGAIN_MS = 1000;
 const REFUSED_FOR_MS = 1000;
 const DAY_MS = 86_400_000;
 
+/** The longest pause between two tries while the process ends. */
+const HURRIED_PAUSE_MS = 250;
 const MAX_UNSETTLED = 65_536;
 const MAX_WAITERS = 1000;
 const MAX_DEFERRED_BYTES = 256 * 1024 * 1024;
@@ -153,8 +159,17 @@ class Running {
 interface Outage {
   strikes: number;
   openUntil: number;
-  /** True if the server was reached at the last failure. */
+  /** True if the last failure was not that of a store that is away. */
   wasReached: boolean;
+  /** When the last answer came, by `performance.now()`. */
+  answeredAt: number;
+}
+
+/** The calls of `claim` for a record that are under way. */
+interface Contest {
+  calls: number;
+  /** True if an owner of the record was known at any time since the first of them began. */
+  hadOwner: boolean;
 }
 
 export class Engine {
@@ -165,6 +180,7 @@ export class Engine {
   /** By record. Concurrent claims of a key may each lose their reply, and any of them may be the one that was granted. */
   private readonly unsettled = new Map<string, Set<Unsettled>>();
   private unsettledCount = 0;
+  private readonly contests = new Map<string, Contest>();
   /** Claims whose reply was lost, and which do not keep others from the record. */
   private readonly lost = new Set<Unsettled>();
   /** How many of them are of attempts that have executed. */
@@ -240,7 +256,7 @@ export class Engine {
     if (own === undefined) {
       // Nodes of a cluster come and go.
       if (this.outages.size >= MAX_PARTS) this.outages.clear();
-      own = { strikes: 0, openUntil: 0, wasReached: false };
+      own = { strikes: 0, openUntil: 0, wasReached: false, answeredAt: -Infinity };
       this.outages.set(part, own);
     }
     return own;
@@ -258,14 +274,17 @@ export class Engine {
 
   private async send<T>(id: Buffer, command: () => Promise<T>): Promise<T> {
     const outage = this.outageOf(id);
+    const begun = performance.now();
+    LOOP.watch(begun);
     try {
-      const reply = await this.inTime(command());
+      const reply = await this.inTime(command(), outage);
       outage.strikes = 0;
       outage.openUntil = 0;
       return reply;
     } catch (failure) {
+      noteUsedUp(failure);
       if (isDefinite(failure)) throw failure;
-      const error = !wasReached(failure) && this.store.isTurnedAway?.(id) === true ? new TurnedAwayError() : failure;
+      const error = await this.judged(id, outage, begun, failure);
       outage.strikes += 1;
       outage.wasReached = wasReached(error);
       if (outage.strikes >= MAX_STRIKES) {
@@ -274,6 +293,17 @@ export class Engine {
       }
       throw error;
     }
+  }
+
+  /** The failure of a command, or an error that says why it is none of a store that is away. */
+  private async judged(id: Buffer, outage: Outage, begun: number, failure: unknown): Promise<unknown> {
+    if (wasReached(failure)) return failure;
+    if (this.store.isTurnedAway?.(id) === true) return new TurnedAwayError();
+    if (!isTimeOut(failure)) return failure;
+    // What has come meanwhile is read first.
+    await nextTurn();
+    if (outage.answeredAt > begun) return new DelayedError(`${reasonOf(failure)}, and it answers other commands`);
+    return LOOP.wasBlocked(performance.now()) ? new DelayedError(`${reasonOf(failure)}, and the event loop was blocked`) : failure;
   }
 
   /**
@@ -292,15 +322,21 @@ export class Engine {
     }
   }
 
-  private inTime<T>(reply: Promise<T>): Promise<T> {
+  private inTime<T>(reply: Promise<T>, outage: Outage): Promise<T> {
     return new Promise<T>((resolve, reject) => {
       const timer = setTimeout(() => {
-        reject(new StoreUnavailableError(`the store did not answer within ${String(this.storeTimeoutMs)} ms`));
+        // A reply that is there, and was not read while the event loop was blocked, comes first.
+        void nextTurn().then(() => { reject(new StoreUnavailableError(`the store did not answer within ${String(this.storeTimeoutMs)} ms`)); });
       }, this.storeTimeoutMs);
+      // Replies that come late show that the store answers, too.
       reply.then(
-        (value) => { clearTimeout(timer); resolve(value); },
-        // eslint-disable-next-line @typescript-eslint/prefer-promise-reject-errors -- the error of the store, as it is
-        (error: unknown) => { clearTimeout(timer); reject(error); },
+        (value) => { clearTimeout(timer); outage.answeredAt = performance.now(); resolve(value); },
+        (error: unknown) => {
+          clearTimeout(timer);
+          if (isAnswer(error)) outage.answeredAt = performance.now();
+          // eslint-disable-next-line @typescript-eslint/prefer-promise-reject-errors -- the error of the store, as it is
+          reject(error);
+        },
       );
     });
   }
@@ -366,6 +402,12 @@ export class Engine {
     }
   }
 
+  /** The error of a look that no look before makes up for. If only the part with the mark is away, other processes still use that with the record. */
+  private ofMark(id: Buffer, error: unknown): unknown {
+    const isElsewhere = this.store.partOf !== undefined && this.store.partOf(MARK) !== this.store.partOf(id);
+    return isElsewhere && !isDefinite(error) ? new NotFreeError(reasonOf(error), { cause: error }) : error;
+  }
+
   /** The record as the store has it. */
   lookup(id: Buffer): Promise<RecordView | undefined> {
     return this.ask(id, () => this.store.lookup(id));
@@ -377,25 +419,53 @@ export class Engine {
    * @throws {StoreUnavailableError} and other errors of stores: nothing is executed
    */
   async claim(claimed: Claimed, policy: Policy): Promise<ClaimResult> {
+    if (this.isClosed) throw new NotFreeError('the process is shutting down');
     const key = claimed.id.toString('latin1');
+    const contest = this.contests.get(key) ?? { calls: 0, hadOwner: this.running.has(key) || this.hasExecuted(key) };
+    contest.calls += 1;
+    this.contests.set(key, contest);
+    try {
+      return await this.waitFor(key, contest, claimed, policy);
+    } catch (error) {
+      // A store that is away by now does not make the key free.
+      throw contest.hadOwner && !isDefinite(error) ? new NotFreeError(reasonOf(error), { cause: error }) : error;
+    } finally {
+      contest.calls -= 1;
+      if (contest.calls === 0) this.contests.delete(key);
+    }
+  }
+
+  /** Returns true if the end of an attempt of this process is not stored yet. */
+  private hasExecuted(key: string): boolean {
+    for (const { hasExecuted } of this.unsettled.get(key) ?? []) if (hasExecuted) return true;
+    return false;
+  }
+
+  /** Notes that the record has an owner, for the requests that wait. */
+  private noteOwner(key: string): void {
+    const contest = this.contests.get(key);
+    if (contest !== undefined) contest.hadOwner = true;
+  }
+
+  private async waitFor(key: string, contest: Contest, claimed: Claimed, policy: Policy): Promise<ClaimResult> {
     const begun = performance.now();
     const deadline = begun + policy.waitMs;
-    if (this.isClosed) throw new NotFreeError('the process is shutting down');
     let waits = false;
     let nap = 25;
     this.claims += 1;
     try {
-      if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS);
+      if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS).catch((error: unknown) => { throw this.ofMark(claimed.id, error); });
       for (;;) {
         for (const before of this.unsettled.get(key) ?? []) {
-          if ((await before.settle()) || before.isElsewhere === true) continue;
+          const isSettled = await before.settle();
+          if (before.isElsewhere === true) contest.hadOwner = true;
+          if (isSettled || before.isElsewhere === true) continue;
           const reason = 'an earlier attempt with this key has no recorded end yet';
           // A lost claim has executed nothing, so it does not keep a request from failing open while the store is away.
-          const hasExecuted = [before, ...(this.unsettled.get(key) ?? [])].some((one) => one.hasExecuted);
           const isAway = before.failure !== undefined && !wasReached(before.failure);
-          throw isAway && !hasExecuted ? new StoreUnavailableError(reason) : new NotFreeError(reason);
+          throw isAway ? new StoreUnavailableError(reason) : new NotFreeError(reason);
         }
-        if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS);
+        if (!this.hasLooked(LOOK_AGAIN_MS)) await this.checkIds(LOOK_AGAIN_MS).catch((error: unknown) => { throw this.ofMark(claimed.id, error); });
         const result = this.running.has(key) ? await this.ownRecord(claimed, policy) : await this.claimOnce(key, claimed, policy);
         if (result.outcome === 'execute' && !this.hasLooked(LOOK_COUNTS_MS)) {
           // A claim that was under way for long may have been granted after another process began to use the store with an id secret.
@@ -407,6 +477,7 @@ export class Engine {
           }
         }
         if (result.outcome !== 'in-progress') return result;
+        contest.hadOwner = true;
         const left = deadline - performance.now();
         if (!waits && left > 0 && this.waiters < MAX_WAITERS) {
           waits = true;
@@ -536,6 +607,7 @@ export class Engine {
   ): Permit {
     const running = new Running();
     this.running.set(key, running);
+    this.noteOwner(key);
     return new Permit(this, claimed.id, grant, policy, claimedAt, (isRelease) => {
       if (this.running.get(key) === running) this.running.delete(key);
       // Once the end is stored or under way, the record is that of this attempt. Only a release leaves it to a claim that comes late.
@@ -630,6 +702,7 @@ export class Engine {
 
   /** @internal Ends an attempt. What the store does not take is tried again in the background until the retention ends. */
   async settle(id: Buffer, token: string, end: End, policy: Policy): Promise<Settled> {
+    this.noteOwner(id.toString('latin1'));
     // No error is made in advance: its stack costs as much as a hash of the request.
     let last: unknown;
     for (let turn = 0; turn < 2; turn += 1) {
@@ -671,6 +744,7 @@ export class Engine {
   }
 
   private remember(key: string, unsettled: Unsettled): void {
+    if (unsettled.hasExecuted) this.noteOwner(key);
     const ofRecord = this.unsettled.get(key);
     if (ofRecord === undefined) this.unsettled.set(key, new Set([unsettled]));
     else ofRecord.add(unsettled);
@@ -697,22 +771,44 @@ export class Engine {
     })();
   }
 
+  /** Tries once to settle what the store does not know yet, and looks for lost claims if asked to. True if nothing is left. */
+  private async settleAll(seeksLost: boolean): Promise<boolean> {
+    const open = [...[...this.unsettled.values()].flatMap((ofRecord) => [...ofRecord]), ...(seeksLost ? this.lost : [])];
+    return (await Promise.all(open.map(({ settle }) => settle()))).every(Boolean);
+  }
+
+  /** Tries to settle the ends of attempts again, with short pauses, until the function that it returns is called. */
+  hurry(): () => void {
+    let isOver = false;
+    void (async () => {
+      while (!isOver) {
+        await this.settleAll(false);
+        await unrefPause(HURRIED_PAUSE_MS);
+      }
+    })();
+    return () => { isOver = true; };
+  }
+
   /**
    * Accepts no more claims, and waits until the claims under way have a result, the running attempts have ended, and their ends are
-   * stored. True if all have.
+   * stored. What is known is sent to the store at least once, also without any time. True if all is stored.
    */
   async drain(timeoutMs = 30_000): Promise<boolean> {
     this.isClosed = true;
     const until = performance.now() + timeoutMs;
-    while (performance.now() < until) {
-      if (this.running.size === 0 && this.claims === 0) {
-        const open = [...[...this.unsettled.values()].flatMap((ofRecord) => [...ofRecord]), ...this.lost];
-        if ((await Promise.all(open.map(({ settle }) => settle()))).every(Boolean)) return true;
-      }
-      await pause(20);
+    for (let nap = 20; ; nap = Math.min(nap * 2, HURRIED_PAUSE_MS)) {
+      const hasEnded = this.running.size === 0 && this.claims === 0;
+      if ((await this.settleAll(hasEnded || nap === 20)) && hasEnded) return true;
+      const left = until - performance.now();
+      if (left <= 0) return false;
+      await pause(Math.min(nap, left));
     }
-    return false;
   }
+}
+
+/** Resolves when the event loop has read what is there. */
+function nextTurn(): Promise<void> {
+  return new Promise((resolve) => { setImmediate(resolve); });
 }
 
 /** A pause that does not keep the process alive. */
@@ -734,14 +830,18 @@ function isDefinite(error: unknown): boolean {
   );
 }
 
-const NO_CONNECTION = new Set(['ECONNREFUSED', 'ENOTFOUND', 'EAI_AGAIN']);
-/** An open connection fails with these, too. */
-const PERHAPS_NO_CONNECTION = new Set(['EHOSTUNREACH', 'ENETUNREACH', 'ETIMEDOUT']);
+const NO_CONNECTION = new Set(['ECONNREFUSED', 'ENOTFOUND', 'EAI_AGAIN', 'EAI_NODATA', 'EAI_NONAME']);
+/** An open connection fails with these, too. `ENOENT`: there is no socket file. */
+const PERHAPS_NO_CONNECTION = new Set(['EHOSTUNREACH', 'ENETUNREACH', 'EHOSTDOWN', 'ETIMEDOUT', 'ENOENT']);
 
-/** Returns true if an error of Node says that there was no connection, so that nothing was sent. */
+/**
+ * Returns true if an error of Node says that there was no connection, so that nothing was sent. Every other error of connecting, such as
+ * `EADDRNOTAVAIL` or `EACCES`, is one of this process.
+ */
 export function hadNoConnection({ code, syscall, errors }: { code?: unknown; syscall?: unknown; errors?: unknown }): boolean {
   if (typeof code !== 'string') return false;
-  // An error of all addresses of a host has no `syscall`.
+  // That of all addresses of a host.
+  if (Array.isArray(errors) && errors.length > 0) return (errors as object[]).every(hadNoConnection);
   return NO_CONNECTION.has(code) || (PERHAPS_NO_CONNECTION.has(code) && (syscall === 'connect' || (syscall === undefined && Array.isArray(errors))));
 }
 
@@ -770,6 +870,20 @@ const AWAY = new RegExp(
   'i',
 );
 
+/** What a pool of `pg` says if none of its connections was free in time. If a connection cannot be made in time, it says something else. */
+const NO_FREE_CONNECTION = /exceeded when trying to connect/;
+
+/** Returns true if an error says that there was no answer in time. */
+function isTimeOut(error: unknown): boolean {
+  const { code, message } = (error ?? {}) as { code?: unknown; message?: unknown };
+  return typeof code === 'string' ? /TIMED?_?OUT/.test(code) : /tim(?:ed ?|e)-?out|did not answer/i.test(String(message));
+}
+
+/** Returns true if the server has sent an error. */
+function isAnswer(error: unknown): boolean {
+  return isDefinite(error) || (wasReached(error) && !wasBroken(error) && !(error instanceof DelayedError));
+}
+
 /**
  * Returns false if an error says that the store is away: a connection cannot be made, or there is no answer in time. Every other error is
  * no outage: that of a server, of a connection that was made and then broken, of a certificate, or of this process, such as of a pool that
@@ -783,25 +897,38 @@ export function wasReached(error: unknown): boolean {
 /** A driver may raise class 08 for a connection that cannot be made; an error of a server has a severity. */
 function isOutage(error: unknown): boolean {
   if (error instanceof StoreUnavailableError) return !(error instanceof TurnedAwayError);
-  if (wasBroken(error)) return false;
-  const { name, code, syscall, message, severity } = (error ?? {}) as Readonly<Record<string, unknown>>;
+  if (wasBroken(error) || error instanceof DelayedError) return false;
+  const { name, code, syscall, message, severity, errors } = (error ?? {}) as Readonly<Record<string, unknown>>;
   if (name === 'ReplyError') return false;
   if (typeof code === 'string') {
     if (SQLSTATE.test(code)) return severity === undefined && code.startsWith('08');
-    return hadNoConnection(error as object) || /^(?:connect|getaddrinfo|query)/.test(String(syscall)) || /TIMED?_?OUT/.test(code);
+    return hadNoConnection(error as object) || (code !== 'ETIMEDOUT' && /TIMED?_?OUT/.test(code)) || (code === 'ETIMEDOUT' && syscall === undefined && errors === undefined);
   }
-  return typeof message === 'string' && !/^[A-Z][A-Z0-9]+(?: |$)/.test(message) && AWAY.test(message);
+  return typeof message === 'string' && !/^[A-Z][A-Z0-9]+(?: |$)/.test(message) && AWAY.test(message) && !NO_FREE_CONNECTION.test(message);
+}
+
+/** The time for which an error that names used-up descriptors keeps others from counting: one may be free for a moment. */
+const USED_UP_MS = 10_000;
+let usedUpAt = -Infinity;
+
+/** Notes if an error says that the process or the machine has no file descriptors left. */
+export function noteUsedUp(error: unknown): void {
+  const { code, errors, cause } = (error ?? {}) as { code?: unknown; errors?: unknown; cause?: unknown };
+  const all = [code, ...[...(Array.isArray(errors) ? (errors as unknown[]) : []), cause].map((own) => (own as { code?: unknown } | null | undefined)?.code)];
+  if (all.includes('EMFILE') || all.includes('ENFILE')) usedUpAt = performance.now();
 }
 
 /**
- * Returns true if this process can open nothing, as when clients hold all of its file descriptors. Then no error says that a server is
- * away: it cannot be connected to, and its name is not found.
+ * Returns true if this process can open nothing, as when clients hold all of its file descriptors, or could not a moment ago. Then no error
+ * says that a server is away: it cannot be connected to, and its name is not found.
  */
 function isUsedUp(): boolean {
+  if (performance.now() - usedUpAt < USED_UP_MS) return true;
   try {
     closeSync(openSync(devNull, 'r'));
     return false;
-  } catch {
+  } catch (error) {
+    noteUsedUp(error);
     return true;
   }
 }
@@ -815,7 +942,7 @@ function wasNotApplied(error: unknown): boolean {
     // An error of PostgreSQL undoes its statement, unless the session was ended, perhaps while it committed.
     if (SQLSTATE.test(code)) return !/^(?:08|57P)/.test(code);
   }
-  return typeof message === 'string' && /exceeded when trying to connect/.test(message);
+  return typeof message === 'string' && NO_FREE_CONNECTION.test(message);
 }
 
 function isUndecided({ outcome }: ClaimReply): boolean {
@@ -884,10 +1011,14 @@ export class Permit {
   private async renewOnce(): Promise<void> {
     let next = this.policy.leaseMs / 3;
     try {
-      if ((await this.engine.renew(this.id, this.token, this.policy)) === 'fenced' && !this.isEnded) {
-        this.isLost = true;
-        this.controller?.abort(lostReason());
-        return;
+      if ((await this.engine.renew(this.id, this.token, this.policy)) === 'fenced') {
+        // After the lease, a retry that is not executed makes the outcome unknown: then no other attempt has the record.
+        const record = await this.engine.lookup(this.id);
+        if (record !== undefined && record.token !== this.token && !this.isEnded) {
+          this.isLost = true;
+          this.controller?.abort(lostReason());
+          return;
+        }
       }
     } catch {
       next = this.policy.leaseMs / 10;

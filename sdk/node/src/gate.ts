@@ -115,6 +115,9 @@ const OPTIONS: ReadonlySet<string> = new Set<keyof OncegateOptions>([
 ]);
 const COMMANDS = ['claim', 'renew', 'complete', 'release', 'lookup'] as const;
 
+/** The last part of a shutdown, in which results are stored also while connections are open. No request with a key begins in it. */
+const DRAIN_MS = 5000;
+
 /** Checks what a service in JavaScript may have written, and returns its store. */
 function checkedStore(options: unknown): Store {
   const given = (typeof options === 'object' ? (options ?? {}) : {}) as Readonly<Record<string, unknown>>;
@@ -184,7 +187,8 @@ export class Oncegate {
 
   /**
    * Ends a server of Node without a failed request: call it on SIGTERM, and then end the process. It takes no more connections, closes
-   * each one after its response, and waits until all requests have ended and their ends are stored. True if all have.
+   * each one after its response, and waits until all requests have ended and their ends are stored. True if all have. No request with a key
+   * begins in the last 5 seconds.
    */
   async shutdown(server: Server, timeout: Duration = '30s'): Promise<boolean> {
     const timeoutMs = durationMs('shutdown', timeout, 0, 3_600_000);
@@ -192,16 +196,20 @@ export class Oncegate {
     this.isShuttingDown = true;
     // A connection that is kept alive would bring requests as long as its client has some.
     server.prependListener('request', (_, response: ServerResponse) => { response.shouldKeepAlive = false; });
-    let timers: (NodeJS.Timeout | undefined)[] = [];
-    const closed = await Promise.race([
-      new Promise<boolean>((resolve) => { server.close(() => { resolve(true); }); }),
-      new Promise<boolean>((resolve) => {
-        const late = setTimeout(() => { resolve(false); }, timeoutMs);
-        timers = [late, setInterval(() => { server.closeIdleConnections(); }, 50)];
-      }),
-    ]);
-    for (const timer of timers) clearTimeout(timer);
-    return (await this.engine.drain(Math.max(0, timeoutMs - begun.age()))) && closed;
+    const endHurry = this.engine.hurry();
+    const idle = setInterval(() => { server.closeIdleConnections(); }, 50);
+    const closed = new Promise<boolean>((resolve) => { server.close(() => { resolve(true); }); });
+    const closedBefore = async (ms: number): Promise<boolean> => {
+      let late: NodeJS.Timeout | undefined;
+      const over = new Promise<boolean>((resolve) => { late = setTimeout(() => { resolve(false); }, Math.max(0, ms - begun.age())); });
+      return Promise.race([closed, over]).finally(() => { clearTimeout(late); });
+    };
+    // A response that has no end must not take the time in which results can be stored.
+    await closedBefore(timeoutMs - Math.min(DRAIN_MS, timeoutMs / 2));
+    const ended = await Promise.all([this.engine.drain(Math.max(0, timeoutMs - begun.age())), closedBefore(timeoutMs)]);
+    endHurry();
+    clearInterval(idle);
+    return ended.every(Boolean);
   }
 
   /** Accepts no more requests with a key, and waits for those that run. True if all have ended. See also {@link shutdown}. */

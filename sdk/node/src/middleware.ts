@@ -3,7 +3,7 @@ import { AsyncLocalStorage } from 'node:async_hooks';
 import type { IncomingMessage, OutgoingHttpHeaders, ServerResponse } from 'node:http';
 import { types } from 'node:util';
 import type { Execution, Gate, Oncegate } from './gate.js';
-import { admitNode, BodyReadEarlyError, clearExecution, concerns, declaredLength, isExecuting, setExecution, type NodeRequest } from './node.js';
+import { admitNode, BodyReadEarlyError, breakResponse, clearExecution, concerns, declaredLength, isExecuting, setExecution, type NodeRequest } from './node.js';
 import type { WireResponse } from './refusal.js';
 import { isBehindSidecar, type RequestHead } from './request.js';
 import { isOfRequest } from './headers.js';
@@ -67,8 +67,8 @@ export function node(
       }
     })().catch((error: unknown) => {
       oncegate.engine.handlerFailed(error);
-      if (!response.headersSent) response.writeHead(500);
-      response.end();
+      if (!response.headersSent) response.writeHead(500).end();
+      else if (!response.writableEnded) breakResponse(response);
     });
   };
 }
@@ -288,9 +288,14 @@ async function execute(gate: Gate, execution: Execution, handler: () => Promise<
     let body: Buffer | undefined;
     let rest: ReadableStream<Uint8Array> | undefined;
     try {
-      response = await handler();
-      if (response.type === 'error') throw new Error('the handler returned Response.error()');
-      ({ body, rest } = await readResponse(execution, response));
+      try {
+        response = await handler();
+        if (response.type === 'error') throw new Error('the handler returned Response.error()');
+        ({ body, rest } = await readResponse(execution, response));
+      } finally {
+        // It has ended. That the store takes its end late is no fault of the handler.
+        clearTimeout(timer);
+      }
     } catch (error) {
       if (error instanceof ResponseLostError) {
         // It was done, and its response went nowhere.
@@ -312,7 +317,6 @@ async function execute(gate: Gate, execution: Execution, handler: () => Promise<
     return webResponse(await execution.finish(head, body), rest);
   })();
   const first = await Promise.race([work, late]);
-  clearTimeout(timer);
   return first === 'late' ? webResponse(await execution.fail('its handler ran for longer than handlerTimeout', true)) : first;
 }
 

@@ -1,6 +1,7 @@
 // Requests and responses of Node's HTTP server, which Express and Fastify use, too.
 import { EventEmitter } from 'node:events';
 import { IncomingMessage, ServerResponse, type OutgoingHttpHeaders } from 'node:http';
+import { constants } from 'node:http2';
 import type { Duplex } from 'node:stream';
 import type { Attempt, BodyRead, Execution, Gate, Oncegate, ParsedBody, ResponseHead } from './gate.js';
 import { canonicalJsonOf } from './fingerprint.js';
@@ -280,6 +281,13 @@ function sendHead(
   raw.writeHead.call(response, status);
 }
 
+/** Closes the connection of a response, or resets its stream in HTTP/2, so that a part of a response does not look whole. */
+export function breakResponse(response: ServerResponse, destroy: AnyFunction = rawOf(response).destroy): void {
+  const { req, stream } = response as { req?: IncomingMessage; stream?: { close(code: number): void } };
+  if (stream !== undefined && req !== undefined && req.httpVersionMajor >= 2) stream.close(constants.NGHTTP2_INTERNAL_ERROR);
+  else destroy.call(response);
+}
+
 const isWithoutBody = (status: number): boolean => status === 204 || status === 304;
 
 /** Sends a whole response. `inFront`: the fields that middleware in front has set. */
@@ -335,8 +343,8 @@ export function decorate(response: ServerResponse, fields: readonly StoredField[
   // eslint-disable-next-line @typescript-eslint/unbound-method -- called with the response
   const writeHead = response.writeHead as (...args: unknown[]) => ServerResponse;
   response.writeHead = ((...args: unknown[]) => {
-    response.writeHead = writeHead;
     const { status, reason, headers } = headArguments(args);
+    response.writeHead = writeHead;
     applyHeaders(headers, (name, value) => { response.setHeader(name, value); });
     if (!isBehindSidecar) response.removeHeader('idempotency-store');
     response.removeHeader('idempotency-status');
@@ -347,10 +355,19 @@ export function decorate(response: ServerResponse, fields: readonly StoredField[
 
 type HeaderValue = number | string | readonly string[];
 
+/** The status of a response, as Node reads it: a text of digits is a number, too. */
+function statusCode(given: unknown): number {
+  const status = (given as number) | 0;
+  if (status < 100 || status > 999) {
+    throw Object.assign(new RangeError(`Invalid status code: ${String(given)}`), { code: 'ERR_HTTP_INVALID_STATUS_CODE' });
+  }
+  return status;
+}
+
 function headArguments(args: readonly unknown[]): { status: number; reason: string | undefined; headers: unknown } {
   const [status, second, third] = args;
   const hasReason = typeof second === 'string';
-  return { status: status as number, reason: hasReason ? second : undefined, headers: hasReason ? third : (second ?? third) };
+  return { status: statusCode(status), reason: hasReason ? second : undefined, headers: hasReason ? third : (second ?? third) };
 }
 
 function applyHeaders(headers: unknown, set: (name: string, value: HeaderValue) => void): void {
@@ -677,7 +694,6 @@ export class HeldResponse {
     }
     if (this.head !== undefined) throw headersSent();
     const { status, reason, headers } = headArguments(args);
-    if (!Number.isInteger(status) || status < 100 || status > 999) throw new RangeError(`Invalid status code: ${String(status)}`);
     response.statusCode = status;
     if (reason !== undefined) response.statusMessage = reason;
     applyHeaders(headers, (name, value) => { raw.setHeader.call(response, name, value); });
@@ -850,7 +866,7 @@ export class HeldResponse {
       // The handler ran for too long, or has closed its connection, and has ended now: the outcome is known.
       const [late, body] = this.goesOn ? this.lateResponse(chunk, encoding) : [undefined, undefined];
       this.dropLate();
-      const head = late ?? { status: response.statusCode, headers: [] };
+      const head = late ?? { status: statusCode(response.statusCode), headers: [] };
       this.head = head;
       // After the end that is stored before, which it replaces.
       void (async () => {
@@ -880,7 +896,7 @@ export class HeldResponse {
     this.execution.warn(`a response could not be sent: ${(error as Error).name}`);
     this.state = 'passing';
     this.restoreSocket();
-    this.raw.destroy.call(this.response);
+    breakResponse(this.response, this.raw.destroy);
   };
 
   private async finish(head: ResponseHead): Promise<void> {
@@ -901,7 +917,7 @@ export class HeldResponse {
     const { response, raw } = this;
     if (this.isClosed) { this.close(); return; }
     sendHead(response, raw, wire, declared, this.inFront);
-    if (declared > body.length) raw.write.call(response, body, () => { raw.destroy.call(response); });
+    if (declared > body.length) raw.write.call(response, body, () => { breakResponse(response, raw.destroy); });
     else raw.end.call(response, body.subarray(0, declared));
   }
 
@@ -964,8 +980,12 @@ export class HeldResponse {
     }).catch(this.cut);
   }
 
-  /** The handler failed without a response. */
+  /** The handler failed. If it has no response, the client is told so. What was sent of a stream must not look whole. */
   async fail(): Promise<void> {
+    const { response, raw } = this;
+    const breakOff = (): void => { if (!response.writableEnded) breakResponse(response, raw.destroy); };
+    if (this.state === 'switching') this.afterSwitch.push(breakOff);
+    if (this.state === 'passing') breakOff();
     if (this.state !== 'holding') return;
     this.state = 'ended';
     clearTimeout(this.timer);

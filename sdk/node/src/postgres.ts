@@ -2,6 +2,7 @@
 import { CorruptRecordError } from './response.js';
 import { SettingsError } from './settings.js';
 import {
+  DelayedError,
   StoreFullError,
   StoreSetupError,
   type Claim,
@@ -19,10 +20,28 @@ export interface Queryable {
 
 type Row = Readonly<Record<string, unknown>>;
 
-/** Runs one statement on a pool of `pg`, which closes the connection of a statement that fails, also because its time is over. */
-function timedQuery(pool: Queryable, text: string, values: unknown[], ms: number): Promise<{ rows: unknown[] }> {
+interface Pool extends Queryable {
+  totalCount: number;
+  idleCount: number;
+  waitingCount: number;
+  options: { max: number };
+}
+
+/**
+ * Runs one statement on a pool of `pg`, which closes the connection of a statement that fails, also because its time is over.
+ *
+ * @throws {DelayedError} if the time is over, and all connections of the pool were in use at the beginning
+ */
+function timedQuery(pool: Pool, text: string, values: unknown[], ms: number): Promise<{ rows: unknown[] }> {
+  const waits = pool.waitingCount > 0 || (pool.idleCount === 0 && pool.totalCount >= pool.options.max);
   const { query } = pool as unknown as { query: (config: object) => Promise<{ rows: unknown[] }> };
-  return query.call(pool, { text, values, query_timeout: ms });
+  const reply = query.call(pool, { text, values, query_timeout: ms });
+  if (!waits) return reply;
+  let timer: NodeJS.Timeout | undefined;
+  const late = new Promise<never>((_, reject) => {
+    timer = setTimeout(() => { reject(new DelayedError('no connection of the pool was free in time')); }, ms);
+  });
+  return Promise.race([reply, late]).finally(() => { clearTimeout(timer); });
 }
 
 /** Runs one call of the contract, and gives its row. */
@@ -116,7 +135,7 @@ export class PostgresStore implements Store {
   private checked: Promise<void> | undefined;
   private purgesAt = -Infinity;
   private readonly client: Queryable;
-  private timeoutMs = 2000;
+  private timeoutMs: number | undefined;
   private warn: (message: string) => void = () => undefined;
 
   /**
@@ -127,7 +146,7 @@ export class PostgresStore implements Store {
     if (typeof (pool as Partial<Queryable> | undefined)?.query !== 'function') {
       throw new SettingsError('PostgresStore: give a pool of `pg`: new PostgresStore(new pg.Pool({ connectionString }))');
     }
-    this.client = 'totalCount' in pool ? { query: (text, values) => timedQuery(pool, text, values, this.timeoutMs) } : pool;
+    this.client = 'totalCount' in pool ? { query: (text, values) => timedQuery(pool as Pool, text, values, this.timeoutMs ?? 2000) } : pool;
   }
 
   useWarnings(warn: (message: string) => void): void {
@@ -135,7 +154,7 @@ export class PostgresStore implements Store {
   }
 
   useTimeout(ms: number): void {
-    this.timeoutMs = Math.max(this.timeoutMs, ms);
+    this.timeoutMs = Math.max(this.timeoutMs ?? 0, ms);
   }
 
   /** Checks the version of the contract. The first claim does so, too. */

@@ -2,8 +2,9 @@
 import { createHash } from 'node:crypto';
 import { errorMonitor } from 'node:events';
 import { contract } from './contract.js';
+import { hadNoConnection, noteUsedUp } from './engine.js';
 import { CorruptRecordError } from './response.js';
-import { SettingsError } from './settings.js';
+import { SettingsError, shown } from './settings.js';
 import {
   ConnectionLostError,
   StoreFullError,
@@ -104,12 +105,14 @@ function watchConnections(client: Watched): void {
   });
 }
 
-/** Returns true if a client could not connect to a server that was reached: it resets the connection, or its TLS is refused. */
+/**
+ * Returns true if the error of a client that could not connect is not that of a server which is away: the server resets the connection, its
+ * TLS is refused, or this process cannot connect.
+ */
 function hasReached(error: unknown): boolean {
-  const { code } = (error ?? {}) as { code?: unknown };
-  if (typeof code !== 'string') return false;
-  // Codes of certificates are words, in contrast to those of connections.
-  return code === 'ECONNRESET' || code === 'EPROTO' || /^ERR_(?:TLS|SSL)_/.test(code) || !/^(?:E[A-Z0-9]+|EAI_\w+|ERR_\w+)$/.test(code);
+  noteUsedUp(error);
+  const own = (error ?? {}) as { code?: unknown };
+  return typeof own.code === 'string' && !hadNoConnection(own);
 }
 
 const wasRefused = (client: object): boolean => PROGRESS.get(client)?.last === 'refused';
@@ -165,6 +168,7 @@ function connectionOf(client: RedisClient): Connection {
     throw new SettingsError('RedisStore: give a client of `ioredis` or of `redis` 5, or a function that sends a command');
   }
   if ('callBuffer' in client) {
+    refusePrefix(client);
     const call = (node: Ioredis, [name = '', ...args]: (string | Buffer)[]) => node.callBuffer(String(name), ...args);
     if (!isIoredisCluster(client)) {
       watchConnections(client as Watched);
@@ -199,6 +203,21 @@ function connectionOf(client: RedisClient): Connection {
     nodeOf,
     isTurnedAway: () => client.isReady === false && wasRefused(client),
   };
+}
+
+interface PrefixOptions {
+  keyPrefix?: unknown;
+  redisOptions?: PrefixOptions;
+}
+
+/** Other programs would have other keys, and the mark of an id secret would not be found. */
+function refusePrefix(client: object): void {
+  const { options } = client as { options?: PrefixOptions };
+  const prefix = [options?.keyPrefix, options?.redisOptions?.keyPrefix].find((own) => own !== undefined && own !== '');
+  if (prefix === undefined) return;
+  throw new SettingsError(
+    `RedisStore: the client has the keyPrefix ${shown(prefix)}, so that its keys are not those of other programs: give a client without one`,
+  );
 }
 
 /** A single client of `ioredis` has the property, too. */

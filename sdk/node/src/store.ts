@@ -99,6 +99,14 @@ export class ConnectionLostError extends Error {
   override readonly name = 'ConnectionLostError';
 }
 
+/**
+ * A command had no answer in time, for a reason of this process: it waited for a connection of a pool, or the event loop was blocked. Or the
+ * store answers other commands. It says nothing of the store.
+ */
+export class DelayedError extends Error {
+  override readonly name = 'DelayedError';
+}
+
 /** The store has no space for new records. */
 export class StoreFullError extends Error {
   override readonly name = 'StoreFullError';

@@ -331,6 +331,62 @@ for (const [name, framework] of [['Express 5', express5], ['Express 4', express4
   });
 }
 
+for (const [name, create, ask] of [
+  ['HTTP/1', createServer, async (url, path, key) => (await post(url + path, key)).text()],
+  ['HTTP/2', createHttp2Server, async (url, path, key) => {
+    const client = connectHttp2(url);
+    try {
+      const stream = client.request({ ':method': 'POST', ':path': path, ...(key === undefined ? {} : { 'idempotency-key': key }) });
+      let text = '';
+      stream.setEncoding('utf8').on('data', (chunk) => { text += chunk; }).end();
+      await once(stream, 'end', { signal: AbortSignal.timeout(20_000) });
+      assert.equal(stream.rstCode, 0);
+      return text;
+    } finally {
+      client.destroy();
+    }
+  }],
+]) {
+  test(`${name}: a handler of node() that throws after the head of a stream does not leave a part that looks whole`, async () => {
+    const { log, oncegate } = logging();
+    const sent = { '/large': ['text/plain', 'x'.repeat(2 << 20)], '/event': ['text/event-stream', 'data: 1\n\n'], '/part': ['text/plain', 'part'] };
+    const url = await listen(create(node(oncegate, one, async (req, res) => {
+      const [path, when] = req.url.split('?');
+      const [type, text] = sent[path];
+      res.writeHead(200, { 'content-type': type });
+      res.write(text);
+      // The response is a stream by then, or the middleware switches to one.
+      if (when === 'later') await new Promise((resolve) => { res.once('drain', resolve); if (path === '/part' || (path === '/event' && !req.headers['idempotency-key'])) resolve(); });
+      if (when === 'ended') res.end();
+      throw new Error('boom');
+    })));
+    for (const key of [undefined, 'key']) {
+      for (const path of ['/large', '/event', ...(key === undefined ? ['/part'] : [])]) {
+        for (const when of ['now', 'later']) await assert.rejects(ask(url, `${path}?${when}`, key && path + when), `${path} ${when} ${key}`);
+        assert.equal(await ask(url, `${path}?ended`, key && `${path}ended`), sent[path][1]);
+      }
+    }
+    assert.ok(log.filter((line) => /a handler failed: Error: boom/.test(line)).length >= 15);
+  });
+}
+
+test('a status that is a text of digits is a number, as in Node', async () => {
+  let runs = 0;
+  const app = express4();
+  app.use(express(newGate(), one));
+  app.post('/', (req, res) => { runs += 1; res.status('201').send('paid'); });
+  const urls = [await listen(createServer(app))];
+  const wrong = [];
+  for (const handle of [
+    (res) => { for (const status of ['abc', '99', 1000]) try { res.writeHead(status); } catch ({ name, code }) { wrong.push(name, code); } res.writeHead('201').end('paid'); },
+    (res) => { res.statusCode = '201'; res.end('paid'); },
+    (res) => { res.writeHead(201.5, 'Created', { 'x-a': 'b' }); res.end('paid'); },
+  ]) urls.push(await listen(createServer(node(newGate(), one, (req, res) => { runs += 1; handle(res); }))));
+  for (const url of urls) for (const replayed of [null, 'true']) assert.deepEqual(await said(await post(url, 'k')), [201, replayed, 'paid']);
+  assert.equal(runs, 4);
+  assert.deepEqual(wrong, Array(3).fill(['RangeError', 'ERR_HTTP_INVALID_STATUS_CODE']).flat());
+});
+
 // Bodies.
 const http2Post = async (client, key, body) => {
   const stream = client.request({ ':method': 'POST', ':path': '/', 'content-type': 'text/plain', 'idempotency-key': key });
@@ -703,6 +759,15 @@ test('Hono: a handler whose client was answered by middleware before it is done'
   await until(async () => (await post(url, 'k')).status === 422, 'end');
   assert.deepEqual((await said(await post(url, 'k'))).slice(0, 2), [422, 'replay-unavailable']);
   assert.equal(runs, 1);
+});
+
+test('Web handlers: handlerTimeout is over when the handler has ended, however long the store takes', async () => {
+  const store = new MemoryStore();
+  const complete = store.complete.bind(store);
+  store.complete = async (...args) => { await pause(200); return complete(...args); };
+  const handler = withIdempotency(newGate({ store }), { ...one, handlerTimeout: '100ms' }, () => new Response('paid'));
+  const ask = async () => said(await handler(new Request('http://a.test/', { method: 'POST', headers: { 'idempotency-key': 'k' }, body: 'x' })));
+  assert.deepEqual([await ask(), await ask()], [[200, null, 'paid'], [200, 'true', 'paid']]);
 });
 
 test('Next.js: redirect and notFound are responses', async () => {

@@ -521,6 +521,15 @@ test('a database without the contract, and a Redis that evicts, are refused with
   await ioredis.config('SET', 'maxmemory-policy', 'noeviction');
 });
 
+test('a client of ioredis with a prefix of keys is refused', () => {
+  const single = (options) => new Redis({ lazyConnect: true, ...options });
+  const clustered = (options) => new Cluster([{ host: '127.0.0.1', port: 1 }], { lazyConnect: true, ...options });
+  for (const client of [single({ keyPrefix: 'app:' }), clustered({ keyPrefix: 'app:' }), clustered({ redisOptions: { keyPrefix: 'app:' } })]) {
+    assert.throws(() => new RedisStore(client), { name: 'SettingsError', message: /keyPrefix "app:"/ });
+  }
+  for (const client of [single(), single({ keyPrefix: '' }), clustered()]) new RedisStore(client);
+});
+
 test('scripts that Redis forgot are sent again, and a full Redis refuses new keys', async () => {
   const there = await service(new RedisStore(ioredis));
   assert.equal((await post(there.url, 'flushed-1')).status, 201);
