@@ -261,7 +261,7 @@ struct Shared {
     begun: watch::Sender<usize>,
     ended: watch::Sender<usize>,
     word: Mutex<Option<ReconcileReport>>,
-    /// What the requests that were sent in the background have got.
+    /// The answers to requests that were sent in the background.
     answers: Mutex<Vec<String>>,
 }
 
