@@ -10,7 +10,7 @@ use oncegate_testkit::{Fault, Faults, Latch, Operation, until};
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::sleep;
 
 use crate::world::StoreKind;
@@ -41,8 +41,9 @@ pub(crate) struct FaultyWire {
 impl FaultyWire {
     /// Starts a proxy to the store at this URL.
     pub(crate) async fn start(kind: StoreKind, url: &str, faults: Faults) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port");
-        let address = listener.local_addr().expect("an address");
+        let socket = bound(([127, 0, 0, 1], 0).into()).expect("a free port");
+        let address = socket.local_addr().expect("an address");
+        let listener = socket.listen(1024).expect("a listener");
         let authority = url.split("://").nth(1).and_then(|rest| rest.split('/').next()).expect("a host");
         let host = authority.rsplit('@').next().expect("a host");
         let server: SocketAddr = host.parse().expect("a loopback address");
@@ -52,9 +53,14 @@ impl FaultyWire {
             let mut listener = listener;
             while let Ok((client, _)) = listener.accept().await {
                 if faults.strike(Operation::Check).is_some() {
-                    // The store is away: this connection is cut, and no other one can be made.
+                    // The store is away: this connection is cut, and no other one can be made. The address stays bound, so that no
+                    // other program gets it meanwhile.
+                    let socket = bound(address).expect("the same address");
                     drop((client, listener));
-                    listener = back(address, &faults).await.expect("the address again");
+                    while faults.strike(Operation::Check).is_some() {
+                        sleep(Duration::from_millis(5)).await;
+                    }
+                    listener = socket.listen(1024).expect("a listener");
                     continue;
                 }
                 let faults = faults.clone();
@@ -79,16 +85,14 @@ impl Drop for FaultyWire {
     }
 }
 
-/// Refuses connections to an address as long as the store is away.
-async fn back(address: SocketAddr, faults: &Faults) -> io::Result<TcpListener> {
+/// A socket that is bound to an address, also while another one of this function listens there. Until it listens, it refuses
+/// connections.
+fn bound(address: SocketAddr) -> io::Result<TcpSocket> {
     let socket = TcpSocket::new_v4()?;
     socket.set_reuseaddr(true)?;
-    // No other program gets it meanwhile.
+    socket.set_reuseport(true)?;
     socket.bind(address)?;
-    while faults.strike(Operation::Check).is_some() {
-        sleep(Duration::from_millis(5)).await;
-    }
-    socket.listen(1024)
+    Ok(socket)
 }
 
 /// The fate of a reply.

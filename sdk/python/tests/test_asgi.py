@@ -270,9 +270,15 @@ async def test_another_request_is_never_executed_because_of_an_outage() -> None:
 
 
 async def test_a_client_that_leaves_does_not_cancel_its_handler() -> None:
-    app = guarded(slow)
+    begun = asyncio.Event()
+
+    async def begins(own: Any, receive: Any, send: Any) -> None:
+        begun.set()
+        await slow(own, receive, send)
+
+    app = guarded(begins)
     first = asyncio.ensure_future(ask(app, scope()))
-    await asyncio.sleep(0.05)
+    await begun.wait()
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first

@@ -419,7 +419,7 @@ async def test_a_client_that_leaves_before_the_stream_begins() -> None:
 @pytest.mark.parametrize("leaves", ["in the stream", "while it is stored"])
 async def test_what_runs_after_a_whole_response_is_not_cancelled(leaves: str) -> None:
     """Such as a background task. Only a stream that does not end is, after its client has left."""
-    store, done = Store(), asyncio.Event()
+    store, reached, done = Store(), asyncio.Event(), asyncio.Event()
     store.pause, part = asyncio.Event(), {"type": "http.response.body", "body": b"a"}
 
     async def handler(own: Any, receive: Any, send: Any) -> None:
@@ -428,6 +428,7 @@ async def test_what_runs_after_a_whole_response_is_not_cancelled(leaves: str) ->
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if is_stream:
             await send({**part, "more_body": True})
+            reached.set()
             await store.pause.wait()
         await send(part)
         await asyncio.sleep(0.4)
@@ -437,13 +438,14 @@ async def test_what_runs_after_a_whole_response_is_not_cancelled(leaves: str) ->
         own_complete = store.complete
 
         async def complete(*arguments: Any) -> Any:
+            reached.set()
             await store.pause.wait()
             return await own_complete(*arguments)
 
         store.complete = complete
     app = made(store, handler, stream_timeout="100ms")
     first = asyncio.ensure_future(ask(app, scope()))
-    await asyncio.sleep(0.05)
+    await reached.wait()
     first.cancel()
     await asyncio.wait([first])
     store.pause.set()
