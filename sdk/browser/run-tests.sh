@@ -8,4 +8,4 @@ node build.mjs
 npx --no-install eslint .
 # The tests have a service with the library for Node.
 if [ ! -d ../node/dist/esm ]; then (cd ../node && npm ci --no-audit --no-fund --silent && node build.mjs); fi
-node --test --test-timeout=180000 test/*.test.js
+node --test --test-timeout=600000 test/*.test.js

@@ -5,4 +5,4 @@ cd "$(dirname "$0")"
 ./prepare.sh
 python3 ../generate.py --check
 npx --no-install eslint .
-node --test --test-timeout=180000 test/*.test.js
+node --test --test-timeout=600000 test/*.test.js
