@@ -53,8 +53,8 @@ impl FaultyWire {
             let mut listener = listener;
             while let Ok((client, _)) = listener.accept().await {
                 if faults.strike(Operation::Check).is_some() {
-                    // The store is away: this connection is cut, and no other one can be made. The address stays bound, so that no
-                    // other program gets it meanwhile.
+                    // The store is away: this connection is cut, and no other one can be made. The address stays bound, so that
+                    // no other program gets it meanwhile.
                     let socket = bound(address).expect("the same address");
                     drop((client, listener));
                     while faults.strike(Operation::Check).is_some() {
